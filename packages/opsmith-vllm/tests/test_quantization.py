@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from conftest import Run
+from conftest import VOCABULARY, Run
 from test_engine import FIRST, plain
 
 from opsmith.ops import PackedLinear
@@ -46,22 +46,33 @@ def test_tokens_are_those_of_the_weights_that_the_packed_ones_stand_for(
     """Merged projections, biases and all, against a model that was saved with these weights."""
     own = run(dequantized(llama, tmp_path, how), WAVES, plugin="off", new_tokens=40, **EAGER)
     ours = run(llama, WAVES, plugin="quantization", new_tokens=40, **asked(**how), **EAGER)
-    assert ours["layers"]["PackedLinear"] == 8  # qkv, o, gate_up and down of two layers
+    assert ours["layers"]["PackedLinear"] == 9  # qkv, o, gate_up and down of two layers, and the head
     assert ours["tokens"] == own["tokens"]
     assert ours["tokens"][0] != plain(run, llama)["tokens"][0]
     # Beside what stays as it is there are the packed weights alone: vLLM's own, in oneDNN's order, are no parameters.
-    numbers = 2 * (256 * 64 + 64 * 128 + 192 * 64 + 64 * 96)
-    beside = ours["weights"] - plain(run, llama)["weights"]
-    assert 0 < beside <= numbers * (1.1 if how["format"] == "int8" else 0.65)
+    numbers, head = 2 * (256 * 64 + 64 * 128 + 192 * 64 + 64 * 96), VOCABULARY * 64
+    beside = ours["weights"] - (plain(run, llama)["weights"] - 4 * head)
+    assert head < beside <= 1.1 * head + numbers * (1.1 if how["format"] == "int8" else 0.65)
 
 
 def test_layers_can_be_left_as_they_are(run: Run, gemma: Path) -> None:
     """With all parts in a compiled model, whose inputs are rounded too."""
-    how = {**asked(format="int8_dynamic", ignore=["o_proj", "layers.1."]), "block_size": 32}
+    how = {**asked(format="int8_dynamic", ignore=["o_proj", "layers.1.", "lm_head"]), "block_size": 32}
     found = run(gemma, WAVES, new_tokens=40, **how)
     assert found["layers"]["PackedLinear"] == 9  # qkv, gate_up and down of three layers
     assert {"opsmith::packed_linear", "opsmith::rms_norm"} <= set(found["operators"])
     assert found["tokens"] == run(gemma, WAVES, new_tokens=40, **how, enforce_eager=True)["tokens"]
+
+
+def test_a_head_is_packed_beside_the_embedding_whose_weight_it_shares(run: Run, gemma: Path) -> None:
+    """Rows are looked up as they are: with all else ignored, the layers compute as before."""
+    own, ignore = plain(run, gemma), ["layers."]
+    ours = run(gemma, WAVES, new_tokens=40, **asked(ignore=ignore), **EAGER)
+    assert ours["layers"]["PackedLinear"] == 1
+    assert VOCABULARY * 64 < ours["weights"] - own["weights"] <= 1.1 * VOCABULARY * 64
+    assert ours["tokens"][0] != own["tokens"][0]
+    left = run(gemma, WAVES, new_tokens=40, **asked(ignore=[*ignore, "lm_head"]), **EAGER)
+    assert left["tokens"][0] == own["tokens"][0]
 
 
 def dequantized(folder: Path, place: Path, how: dict[str, Any]) -> Path:
@@ -69,7 +80,8 @@ def dequantized(folder: Path, place: Path, how: dict[str, Any]) -> Path:
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with torch.no_grad():
         for name, layer in model.named_modules():
-            if isinstance(layer, torch.nn.Linear) and "lm_head" not in name:
-                layer.weight.copy_(PackedLinear.from_linear(layer, **how).dequantize())
+            if isinstance(layer, torch.nn.Linear):
+                packed = PackedLinear.from_linear(layer, **({"format": "int8"} if name == "lm_head" else how))
+                layer.weight.copy_(packed.dequantize())
     model.save_pretrained(place)
     return place

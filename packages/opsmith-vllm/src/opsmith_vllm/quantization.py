@@ -1,4 +1,4 @@
-"""The quantization method `opsmith`: linear layers' weights in 4 or 8 bits, packed when a model is loaded.
+"""The quantization method `opsmith`: weights of linear layers and of the head in 4 or 8 bits, packed when loaded.
 
 LLM(model, quantization="opsmith")                                                      # int8
 LLM(model, hf_overrides={"quantization_config": {"quant_method": "opsmith", "format": "int4"}})
@@ -14,7 +14,12 @@ from torch import nn
 from vllm.logger import init_logger
 from vllm.model_executor.layers.linear import LinearBase, LinearMethodBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization import register_quantization_config
-from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
+from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    ParallelLMHead,
+    UnquantizedEmbeddingMethod,
+    VocabParallelEmbedding,
+)
 
 from opsmith import ops
 
@@ -27,7 +32,7 @@ logger = init_logger(f"vllm.{__name__}")
 
 
 class OpsmithConfig(QuantizationConfig):
-    """What to pack, and how.
+    """What to pack, and how. The head is in int8 where layers are in int4, as `opsmith.optimize` has it.
 
     Args:
         format: "int8", "int8_dynamic" or "int4", as of `opsmith.ops.PackedLinear`.
@@ -82,12 +87,13 @@ class OpsmithConfig(QuantizationConfig):
             )
         return cls(**{key: value for key, value in config.items() if key != "quant_method"})
 
-    def get_quant_method(self, layer: nn.Module, prefix: str) -> LinearMethodBase | None:
+    def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
+        ignored = any(part in prefix for part in self.ignore)
+        if isinstance(layer, ParallelLMHead):
+            return UnquantizedEmbeddingMethod() if ignored else OpsmithHeadMethod(self)
         if not isinstance(layer, LinearBase):
             return None
-        if any(part in prefix for part in self.ignore):
-            return UnquantizedLinearMethod()
-        return OpsmithLinearMethod(self)
+        return UnquantizedLinearMethod() if ignored else OpsmithLinearMethod(self)
 
 
 class OpsmithLinearMethod(LinearMethodBase):
@@ -101,34 +107,46 @@ class OpsmithLinearMethod(LinearMethodBase):
         self.plain.create_weights(layer, *args, **kwargs)
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        weight = layer.weight
-        n, k = weight.shape
-        with torch.device("meta"):
-            linear = nn.Linear(k, n, bias=False)
-        linear.weight = nn.Parameter(weight.data, requires_grad=False)
         config = self.config
-        layer.packed = ops.PackedLinear.from_linear(
-            linear,
-            format=config.format,
-            group_size=config.group_size,
-            symmetric=config.symmetric,
-            release=True,
-        )
-        # Those who look for a weight find one without memory.
-        layer.weight = nn.Parameter(weight.new_empty(0), requires_grad=False)
+        how = {"group_size": config.group_size, "symmetric": config.symmetric}
+        _pack(layer, release=True, format=config.format, **how)
 
     def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        packed: ops.PackedLinear = layer.packed
-        return ops.packed_linear(
-            x,
-            packed.weight,
-            packed.scale,
-            packed.zero,
-            bias,
-            format=packed.format,
-            group_size=packed.group_size,
-            outer=packed.outer,
-        )
+        return _product(layer, x, bias)
+
+
+class OpsmithHeadMethod(UnquantizedEmbeddingMethod):
+    """The head, packed beside the embedding where they share a weight: rows of that are looked up as they are."""
+
+    def __init__(self, config: OpsmithConfig) -> None:
+        self.format = "int8" if config.format == "int4" else config.format
+
+    def tie_weights(self, layer: Any, embed_tokens: VocabParallelEmbedding) -> Any:
+        layer.tied = True
+        return super().tie_weights(layer, embed_tokens)
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        _pack(layer, release=not getattr(layer, "tied", False), format=self.format)
+
+    def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return _product(layer, x, bias)
+
+
+def _pack(layer: Any, *, release: bool, **how: Any) -> None:
+    weight = layer.weight
+    n, k = weight.shape
+    with torch.device("meta"):
+        linear = nn.Linear(k, n, bias=False)
+    linear.weight = nn.Parameter(weight.data, requires_grad=False)
+    layer.packed = ops.PackedLinear.from_linear(linear, release=release, **how)
+    # Those who look for a weight find one without memory.
+    layer.weight = nn.Parameter(weight.new_empty(0), requires_grad=False)
+
+
+def _product(layer: Any, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    packed: ops.PackedLinear = layer.packed
+    how = {"format": packed.format, "group_size": packed.group_size, "outer": packed.outer}
+    return ops.packed_linear(x, packed.weight, packed.scale, packed.zero, bias, **how)
 
 
 def quantization() -> None:

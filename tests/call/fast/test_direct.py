@@ -17,6 +17,7 @@ from opsmith.call.fast import direct
 from opsmith.kernels import build, libraries
 from opsmith.ops.gelu import SIGNATURE as GELU
 from opsmith.ops.linear import FEW_ROWS
+from opsmith.ops.rms_norm import SIGNATURE as RMS_NORM
 
 EPS = 1e-6
 HUGE = Path("/sys/kernel/mm/transparent_hugepage/enabled")
@@ -364,7 +365,15 @@ def test_what_is_not_for_a_kernel_is_handed_on():
     assert not seen
     for given in (
         (x.t(), None, False, None),
-        (x, None, False, x),
+        (x, None, False, x.t()),
+        (x, None, False, x.new_empty(3, 8)),
+        (x, None, False, x.double()),
+        (x, None, False, x.new_empty(8, 2).t()),
+        (x, None, False, x.view(-1).new_empty(20)[4:].view(2, 8).requires_grad_()),
+        (x, None, False, (x,) * 2),
+        (x, None, False, ()),
+        (x, None, False, [x]),
+        (x[:, :4].contiguous(), None, False, x.view(-1)[:8].view(2, 4).t()),
         (x, x, False, None),
         (x.long(), None, False, None),
     ):
@@ -372,6 +381,35 @@ def test_what_is_not_for_a_kernel_is_handed_on():
         assert seen.pop() is not None
     leaf = torch.randn(2, 8, requires_grad=True)
     assert isinstance(gelu(leaf, None, False, None), str) or gelu(leaf, None, False, None).requires_grad
+
+
+def test_results_are_written_where_the_call_says():
+    def otherwise(*given):
+        pytest.fail("the call went another way")
+
+    norm, more = direct.Ready(RMS_NORM, otherwise).call, (None, EPS, 0.0, False)
+    memory = torch.randn(4, 2, 8)
+    x, residual, y, summed = memory
+    expected, total = _norm(x + residual), x + residual
+    assert norm(x, None, *more, y) is y
+    torch.testing.assert_close(y, _norm(x))
+    both = (y, summed)
+    assert norm(x, residual, *more, both) is both
+    torch.testing.assert_close(both, (expected, total))
+    assert y._version == summed._version == memory._version == 3
+    over = (x, residual)  # its own inputs
+    assert norm(*over, *more, over) is over
+    torch.testing.assert_close(over, (expected, total))
+
+
+@pytest.mark.parametrize("first", [-1, 0, 1, 7])
+def test_a_result_that_reaches_into_what_is_read_is_handed_on(first):
+    gelu = direct.Ready(GELU, lambda *given: "otherwise").call
+    memory = torch.randn(32)
+    x, y = memory[8:16].view(1, 8), memory[8 + first :][:8].view(1, 8)
+    assert (gelu(x, None, False, y) is y) is (first == 0)
+    assert gelu(x, None, False, memory[16:24].view(1, 8)) is not None
+    assert gelu(x, memory[16:24], False, memory[23:31].view(1, 8)) == "otherwise"
 
 
 def test_a_number_that_is_left_out_is_not_zero():

@@ -29,12 +29,29 @@ def test_a_graph_is_used_once_unless_it_is_retained():
         y.backward()
 
 
-def test_changed_tensors_are_noticed():
+def _change(x):
+    x.add_(1)
+
+
+def _write_a_result_into(x):
+    ops.gelu(torch.ones(3, 40), out=x.detach())
+
+
+def _write_a_strided_result_into(x):
+    ops.gelu(torch.ones(40, 3).t(), out=x.detach())
+
+
+@pytest.mark.parametrize("change", [_change, _write_a_result_into, _write_a_strided_result_into])
+def test_changed_tensors_are_noticed(change):
     x = leaf(3, 40) * 1
     y = ops.gelu(x)
-    x.add_(1)
+    change(x)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.sum().backward()
+
+
+def test_changed_results_are_noticed_where_they_were_saved():
+    x = leaf(3, 40)
     y = ops.softmax(leaf(3, 40))
     y.add_(1)  # a result that was saved
     with pytest.raises(RuntimeError, match=r"modified by an inplace operation.*opsmith::softmax_backward"):

@@ -251,8 +251,7 @@ class OpsmithAttentionImpl(CPUAttentionBackendImpl):
         first, last = step.num_decode_tokens, step.num_actual_tokens
         if count := step.num_decodes:
             table, lengths = step.block_table[:count], step.seq_lens[:count]
-            # Copied, as a small call into `out` is checked in Python, which takes as long as the kernel.
-            output[:first] = ops.paged_attention(query[:first], keys, values, table, lengths, **how)
+            ops.paged_attention(query[:first], keys, values, table, lengths, **how, out=output[:first])
         if step.prefill is not None:
             if step.prefill.places is None:
                 keys, values = key[first:last], value[first:last]

@@ -94,11 +94,13 @@ bool place(const Kernel* self, PyObject* const* args, Py_ssize_t given, PyObject
 }
 
 // Whether what a public function hands on behind a kernel's arguments, at last `out`, asks for nothing that is not done here: it is not given,
-// or the dtype of the first result.
-bool only_hands_on(PyObject* const* given, int count, PyObject*& dtype) {
+// or the dtype of the first result, or where results are to lie.
+bool only_hands_on(PyObject* const* given, int count, PyObject*& dtype, PyObject*& out) {
   for (int i = 0; i < count; ++i) {
     if (i + 1 < count && THPDtype_Check(given[i])) {
       dtype = given[i];
+    } else if (i + 1 == count && (is_tensor_object(given[i]) || PyTuple_CheckExact(given[i]))) {
+      out = given[i];
     } else if (given[i] != Py_None && given[i] != Py_False) {
       return false;
     }
@@ -115,26 +117,36 @@ using Sizes = c10::SmallVector<int64_t, 6>;
 
 c10::TensorImpl* impl_of(Value value) { return reinterpret_cast<c10::TensorImpl*>(value); }
 
-// A result as the signature declares it; the call may name another dtype.
-bool declared(const Result& result, const Value* values, PyObject* given, at::TensorBase& y) {
+// How a result is to lie: contiguous where there are no strides.
+struct Layout {
+  Sizes sizes;
+  Strides strides;
+  at::ScalarType dtype;
+};
+
+// That of a result as the signature declares it; the call may name another dtype.
+bool declared(const Result& result, const Value* values, PyObject* given, Layout& found) {
   if (result.like >= 0) {
     const c10::TensorImpl* const like = impl_of(values[result.like]);
-    return like && fresh(like->sizes(), c10::typeMetaToScalarType(like->dtype()), y, layout_of(like));
+    if (!like) return false;
+    found = {{like->sizes().begin(), like->sizes().end()},
+             layout_of(like),
+             c10::typeMetaToScalarType(like->dtype())};
+    return true;
   }
-  at::ScalarType dtype = result.dtype;
+  found.dtype = result.dtype;
   if (THPDtype_Check(given)) {
-    dtype = reinterpret_cast<THPDtype*>(given)->scalar_type;
+    found.dtype = reinterpret_cast<THPDtype*>(given)->scalar_type;
   } else if (given != Py_None && given != Py_Ellipsis) {
     return false;
   } else if (result.dtype_of >= 0) {
     const c10::TensorImpl* const by = impl_of(values[result.dtype_of]);
     if (!by || !is_floating(by)) return false;
-    dtype = c10::typeMetaToScalarType(by->dtype());
+    found.dtype = c10::typeMetaToScalarType(by->dtype());
   }
-  Sizes sizes;
   for (const Piece& piece : result.pieces) {
     if (piece.of < 0) {
-      sizes.push_back(piece.at);
+      found.sizes.push_back(piece.at);
       continue;
     }
     const c10::TensorImpl* const t = impl_of(values[piece.of]);
@@ -142,22 +154,59 @@ bool declared(const Result& result, const Value* values, PyObject* given, at::Te
     if (t->dim() == 0) continue;  // a number, which is a row
     if (t->dim() < piece.at) return false;
     if (piece.leading) {
-      sizes.append(t->sizes().begin(), t->sizes().end() - piece.at);
+      found.sizes.append(t->sizes().begin(), t->sizes().end() - piece.at);
     } else {
-      sizes.push_back(t->size(t->dim() - piece.at));
+      found.sizes.push_back(t->size(t->dim() - piece.at));
     }
   }
-  if (result.halved_without >= 0 && values[result.halved_without] == 0 && !sizes.empty()) sizes.back() /= 2;
-  return fresh(sizes, dtype, y);
+  if (result.halved_without >= 0 && values[result.halved_without] == 0 && !found.sizes.empty())
+    found.sizes.back() /= 2;
+  return true;
 }
 
-// The results that a call asks for: those that the signature declares. A tensor is one to write into. Only a kernel whose results lie as a tensor does takes an x that is not contiguous.
-bool make(const Kernel* self, PyObject** placed, Value* values, Made& made) {
+// Whether two tensors have memory between the same two addresses.
+bool meet(const c10::TensorImpl* a, const c10::TensorImpl* b) {
+  const auto span = [](const c10::TensorImpl* t) {
+    int64_t last = 0;
+    for (int64_t i = 0; i < t->dim(); ++i) last += (t->size(i) - 1) * t->stride(i);
+    const char* const start = static_cast<const char*>(t->data());
+    return std::pair(start, start + (t->numel() ? (last + 1) * int64_t(t->itemsize()) : 0));
+  };
+  const auto [a_start, a_end] = span(a);
+  const auto [b_start, b_end] = span(b);
+  return a_start < b_end && b_start < a_end;
+}
+
+// Whether a tensor can be a result: it lies as a new one would, and apart from what is read or what it may be written over.
+bool can_be(c10::TensorImpl* out, const Kernel* self, const Result& result, const Layout& wanted,
+            const Value* values) {
+  const bool lies = wanted.strides.empty() ? out->is_contiguous()
+                                           : out->strides() == c10::IntArrayRef(wanted.strides);
+  if (!lies || out->sizes() != c10::IntArrayRef(wanted.sizes) ||
+      c10::typeMetaToScalarType(out->dtype()) != wanted.dtype)
+    return false;
+  for (int i = 0; i < self->count; ++i) {
+    if (!is_tensor(self->types[i]) || values[i] == 0) continue;
+    const c10::TensorImpl* const read = impl_of(values[i]);
+    const bool itself = (result.onto >> i & 1) && read->data() == out->data() &&
+                        read->dtype() == out->dtype() && read->sizes() == out->sizes() &&
+                        read->strides() == out->strides();
+    if (!itself && meet(read, out)) return false;
+  }
+  return true;
+}
+
+// The results that a call asks for: those that the signature declares, in `out` where that is given. A tensor among the arguments is one to write
+// into. Only a kernel whose results lie as a tensor does takes an x that is not contiguous.
+bool make(const Kernel* self, PyObject** placed, PyObject* out, Value* values, Made& made) {
   const c10::TensorImpl* const x = plain(placed[0]);
   if (!x) return false;
   if (self->most_rows && (x->dim() == 0 || x->numel() > self->most_rows * x->size(x->dim() - 1)))
     return false;
   const bool contiguous = x->is_contiguous();
+  const bool several = out && PyTuple_CheckExact(out);
+  const Py_ssize_t given = several ? PyTuple_GET_SIZE(out) : out != nullptr;
+  Py_ssize_t taken = 0;
   for (int i = 0; i < self->count; ++i) {
     if (!is_output(self->types[i])) continue;
     const Result* result = nullptr;
@@ -170,13 +219,31 @@ bool make(const Kernel* self, PyObject** placed, Value* values, Made& made) {
     }
     if (!contiguous && (result ? result->like < 0 : placed[i] != Py_None)) return false;
     if (!(result && placed[i] == Py_None) && convert(self->types[i], placed[i], values[i])) continue;
-    if (made.count == kMostMade) return false;
-    at::TensorBase& y = made.tensors[made.count];
-    if (!result || !declared(*result, values, placed[i], y)) return false;
+    Layout layout;
+    if (!result || !declared(*result, values, placed[i], layout)) return false;
+    if (out) {
+      if (taken == given) return false;
+      c10::TensorImpl* const y = plain(several ? PyTuple_GET_ITEM(out, taken) : out);
+      if (!y || !can_be(y, self, *result, layout, values)) return false;
+      values[i] = reinterpret_cast<Value>(y);
+      ++taken;
+      continue;
+    }
+    if (made.count == kMostMade ||
+        !fresh(layout.sizes, layout.dtype, made.tensors[made.count], layout.strides))
+      return false;
     made.places[made.count] = i;
     values[i] = reinterpret_cast<Value>(made.tensors[made.count++].unsafeGetTensorImpl());
   }
-  return true;
+  return taken == given;
+}
+
+// Tells autograd, which may have kept them, that tensors that were given are written.
+void writes(const Kernel* self, const Value* values) {
+  for (int i = 0; i < self->count; ++i) {
+    if (is_output(self->types[i]) && values[i] != 0 && !impl_of(values[i])->is_inference())
+      impl_of(values[i])->bump_version();
+  }
 }
 
 int outputs(const Kernel* self, const Value* values) {
@@ -215,9 +282,9 @@ PyObject* call(PyObject* me, PyObject* const* args, size_t flags, PyObject* name
   Value values[kMost];
   Made made;
   Py_ssize_t positional = PyVectorcall_NARGS(flags);
-  PyObject* dtype = nullptr;
+  PyObject *dtype = nullptr, *out = nullptr;
   if (self->otherwise && positional == self->inputs + self->beside + 1 &&
-      only_hands_on(args + self->inputs, self->beside + 1, dtype))
+      only_hands_on(args + self->inputs, self->beside + 1, dtype, out))
     positional = self->inputs;
   bool ours = !(self->otherwise && positional > self->inputs) &&
               place(self, args, positional, names, placed) && undisturbed() && !may_be_dual();
@@ -233,7 +300,7 @@ PyObject* call(PyObject* me, PyObject* const* args, size_t flags, PyObject* name
   const bool grad = ours && c10::GradMode::is_enabled();
   const bool records = grad && wants_gradient(self, values);
   ours = ours && (!records || (self->makes && self->recorder && self->recorder->takes(*self, values)));
-  ours = ours && (!self->makes || make(self, placed, values, made));
+  ours = ours && (!self->makes || make(self, placed, out, values, made));
   if (ours && grad && made.count < outputs(self, values))
     ours = !records && !wants_gradient(self, values);  // into what is given
   if (!ours) {
@@ -247,9 +314,11 @@ PyObject* call(PyObject* me, PyObject* const* args, size_t flags, PyObject* name
     }
     return PyObject_Vectorcall(self->op, args, flags, names);
   }
+  if (out) writes(self, values);
   const std::string wrong = records ? self->recorder->run(*self, values, made) : run(*self, values);
   if (wrong.empty()) {
     if (!self->makes) Py_RETURN_NONE;
+    if (out) return Py_NewRef(out);
     if (made.count == 0) Py_RETURN_TRUE;
     return results(made);
   }
@@ -328,15 +397,15 @@ EXPORT PyObject* opsmith_direct_functions() {
   return found;
 }
 
-// The results of a signature, each a tuple: place, when, unless, like, dtype_of, dtype, halved_without, pieces. nullptr and an exception for others.
+// The results of a signature, each a tuple: place, when, unless, like, dtype_of, dtype, halved_without, onto, pieces. nullptr and an exception for others.
 static std::vector<Result>* results_of(PyObject* all) {
   auto found = std::make_unique<std::vector<Result>>();
   for (Py_ssize_t r = 0; r < PyTuple_GET_SIZE(all); ++r) {
     Result result{};
     PyObject *dtype, *pieces;
-    if (!PyArg_ParseTuple(PyTuple_GET_ITEM(all, r), "iiiiiOiO!", &result.place, &result.when, &result.unless,
-                          &result.like, &result.dtype_of, &dtype, &result.halved_without, &PyTuple_Type,
-                          &pieces))
+    if (!PyArg_ParseTuple(PyTuple_GET_ITEM(all, r), "iiiiiOiIO!", &result.place, &result.when, &result.unless,
+                          &result.like, &result.dtype_of, &dtype, &result.halved_without, &result.onto,
+                          &PyTuple_Type, &pieces))
       return nullptr;
     if (THPDtype_Check(dtype)) result.dtype = reinterpret_cast<THPDtype*>(dtype)->scalar_type;
     for (Py_ssize_t p = 0; p < PyTuple_GET_SIZE(pieces); ++p) {

@@ -67,9 +67,10 @@ struct Piece {
 };
 
 // A result as the signature declares it: made where the argument `when` is there and `unless` is not; lying as the tensor `like`, or of these sizes and the dtype
-// of a tensor, or of one that is fixed. -1 stands for none.
+// of a tensor, or of one that is fixed. -1 stands for none. A bit for each argument that it may be written over, element for element.
 struct Result {
   int place, when, unless, like, dtype_of, halved_without;
+  unsigned onto;
   at::ScalarType dtype;
   std::vector<Piece> pieces;
 };

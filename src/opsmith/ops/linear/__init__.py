@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from opsmith.call import dispatch
-from opsmith.call.arguments import check_device, check_dtype, check_float, check_like
+from opsmith.call.arguments import check_device, check_dtype, check_float, check_like, check_out
 from opsmith.call.dispatch import compiling, native, needs_grad
 from opsmith.call.fast import direct, nodes
 from opsmith.call.layouts import as_rows, in_huge_pages, nbytes
@@ -38,6 +38,7 @@ _LEARNING = {torch.float32: 10, torch.bfloat16: 10, torch.float16: 20}
 _LEARNT = 13
 _MANY, _MUCH = 64, 13  # rows of x, and 2^25 products: from there on our kernel makes good for packing
 _FEW = {torch.float32: 64}  # rows of x up to which the kernel for few of them may yet be the fastest
+_ONTO = ("x", "residual")  # what the result may be written over, though no kernel could: it is copied there
 
 _BESIDE = (
     Input("bias", "N", optional=True),
@@ -52,7 +53,7 @@ UNPACKED = Signature("linear_unpacked", _PLAIN_INPUTS, (Output("y", "... N"),))
 FEW_ROWS = Signature(
     "linear_rows",
     _PLAIN_INPUTS,
-    (Output("y", "... N", onto=("x", "residual")),),
+    (Output("y", "... N"),),
     gradient=Gradient(
         "linear_rows_backward",
         (Slope("y"), Saved("x"), Saved("weight")),
@@ -213,6 +214,12 @@ class _Linear(Call):
             y = ACTIVATIONS[name](y)
         return y if residual is fused else y + residual
 
+    def check_out(self, values: Sequence[Any], out: Any) -> None:
+        x, weight, bias, residual, _ = values
+        shape = (*x.shape[:-1], weight.shape[0])
+        read = {"x": x, "weight": weight, "bias": bias, "residual": residual}
+        check_out(self.op, out, x, shape, onto=_ONTO, **read)
+
     def native(self, backend: str, values: Sequence[Any], out: Any = None) -> torch.Tensor:
         # Aside, as each result needs all of a row of x, which `out` may be.
         return self.store(self.product(backend, values), out)  # type: ignore[no-any-return]
@@ -333,6 +340,7 @@ def _workloads(make: Make) -> Iterator[Sample]:
 
 CARD = _CALL.card(
     kind=Kind.MATMUL,
+    onto=(_ONTO,),
     cost=_cost,
     samples=_samples,
     workloads=_workloads,

@@ -96,7 +96,14 @@ class OpsmithConfig(QuantizationConfig):
         return UnquantizedLinearMethod() if ignored else OpsmithLinearMethod(self)
 
 
-class OpsmithLinearMethod(LinearMethodBase):
+class _Packed:
+    def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        p = layer.packed
+        how = {"format": p.format, "group_size": p.group_size, "outer": p.outer}
+        return ops.packed_linear(x, p.weight, p.scale, p.zero, bias, **how)
+
+
+class OpsmithLinearMethod(_Packed, LinearMethodBase):
     """A linear layer that is loaded as the checkpoint has it, then packed."""
 
     def __init__(self, config: OpsmithConfig) -> None:
@@ -111,11 +118,8 @@ class OpsmithLinearMethod(LinearMethodBase):
         how = {"group_size": config.group_size, "symmetric": config.symmetric}
         _pack(layer, release=True, format=config.format, **how)
 
-    def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        return _product(layer, x, bias)
 
-
-class OpsmithHeadMethod(UnquantizedEmbeddingMethod):
+class OpsmithHeadMethod(_Packed, UnquantizedEmbeddingMethod):
     """The head, packed beside the embedding where they share a weight: rows of that are looked up as they are."""
 
     def __init__(self, config: OpsmithConfig) -> None:
@@ -128,9 +132,6 @@ class OpsmithHeadMethod(UnquantizedEmbeddingMethod):
     def process_weights_after_loading(self, layer: Any) -> None:
         _pack(layer, release=not getattr(layer, "tied", False), format=self.format)
 
-    def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        return _product(layer, x, bias)
-
 
 def _pack(layer: Any, *, release: bool, **how: Any) -> None:
     weight = layer.weight
@@ -141,12 +142,6 @@ def _pack(layer: Any, *, release: bool, **how: Any) -> None:
     layer.packed = ops.PackedLinear.from_linear(linear, release=release, **how)
     # Those who look for a weight find one without memory.
     layer.weight = nn.Parameter(weight.new_empty(0), requires_grad=False)
-
-
-def _product(layer: Any, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    packed: ops.PackedLinear = layer.packed
-    how = {"format": packed.format, "group_size": packed.group_size, "outer": packed.outer}
-    return ops.packed_linear(x, packed.weight, packed.scale, packed.zero, bias, **how)
 
 
 def quantization() -> None:

@@ -340,6 +340,39 @@ def _fsdp() -> str:
 
 
 @region
+def _vllm() -> str:
+    parts = []
+    for stem in ("vllm-gemma-2026-11-27-amd-epyc-family-26", "vllm-llama-1b-2026-11-27-amd-epyc-family-26"):
+        found, rows = read(stem), []
+        for at_once, ways in found["rounds"].items():
+            for way, rounds in ways.items():
+                first, gap = (
+                    f"{statistics.median(r[f'p50_{m}_ms'] for r in rounds):.0f}" for m in ("ttft", "itl")
+                )
+                rates = [r["output_throughput"] for r in rounds]
+                beside = [a / b["output_throughput"] for a, b in zip(rates, ways["off"], strict=True)]
+                low, high = min(beside), max(beside)
+                ratio = (
+                    NOTHING
+                    if low < 1 < high
+                    else f"{statistics.median(beside):.2f} ({low:.2f} to {high:.2f})"
+                )
+                rate = f"{statistics.median(rates):.0f}"
+                named = {"int8": "auto, and `--quantization opsmith`"}.get(way, way)
+                rows.append((at_once, named, rate, "" if way == "off" else ratio, first, gap))
+        head = (
+            "requests at once",
+            "`OPSMITH_VLLM`",
+            "tokens/s",
+            "times vLLM's",
+            "first token, ms",
+            "each further, ms",
+        )
+        parts.append(f"{source(stem)}\n\n{table(head, rows)}")
+    return "\n\n".join(parts)
+
+
+@region
 def _soak() -> str:
     stems = ("soak-2026-11-26-serve", "soak-2026-11-26-train")
     found = [read(stem) for stem in stems]

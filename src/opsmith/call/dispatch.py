@@ -25,7 +25,7 @@ from opsmith.operator import Implementation, Supports
 
 Tensor = torch.Tensor
 
-SMALL = 4096  # elements up to which PyTorch's own kernel is done before a call of ours has begun
+SMALL = 4096  # what sizes of products and gathers that PyTorch computes sooner are multiples of
 limit = SMALL  # the same, or what `small_up_to` says; read as `dispatch.limit`, for it changes
 
 NATIVE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -99,7 +99,7 @@ def is_sharded(value: Any) -> bool:
 
 @contextmanager
 def small_up_to(elements: int) -> Iterator[None]:
-    """Public functions give calls of at most so many elements to PyTorch, in all threads."""
+    """Public functions give PyTorch products and gathers up to multiples of this, in all threads."""
     global limit
     before, limit = limit, elements
     try:
@@ -109,7 +109,7 @@ def small_up_to(elements: int) -> Iterator[None]:
 
 
 def always_native() -> AbstractContextManager[None]:
-    """Public functions take our kernels for the smallest call too: what verification and tests are about."""
+    """Public functions take our kernels for every product and gather: what verification and tests are about."""
     return small_up_to(-1)
 
 

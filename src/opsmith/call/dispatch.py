@@ -88,9 +88,6 @@ def carries_tangents() -> bool:
     return forward_ad._current_level >= 0
 
 
-recording = torch.is_grad_enabled
-
-
 def is_sharded(value: Any) -> bool:
     """Whether a value is a DTensor, which nothing is before somebody has imported these."""
     distributed = sys.modules.get("torch.distributed.tensor")
@@ -115,7 +112,7 @@ def always_native() -> AbstractContextManager[None]:
 
 def needs_grad(*tensors: torch.Tensor | None) -> bool:
     """True when autograd is recording and one of the tensors takes part."""
-    if not recording():
+    if not torch.is_grad_enabled():
         return False
     for t in tensors:  # noqa: SIM110  at every call; any() over a generator costs three times as much
         if t is not None and t.requires_grad:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from opsmith.call import dispatch
 from opsmith.call.arguments import check_float, short
-from opsmith.call.dispatch import NATIVE_DTYPES, SMALL, compiling, native, recording
+from opsmith.call.dispatch import NATIVE_DTYPES, SMALL, compiling, native
 from opsmith.call.layouts import as_rows, out_rows
 from opsmith.call.run import Call, declare
 from opsmith.call.signature import Constant, Gradient, Input, Made, Output, Saved, Signature, Slope
@@ -73,7 +73,7 @@ def embedding(
         # Looking at each argument would take as long as a short gather, so the kernel or PyTorch does it on its way.
         try:
             n = ids.numel()
-            learns = recording() and table.requires_grad
+            learns = torch.is_grad_enabled() and table.requires_grad
             if (
                 padding_idx is None
                 and n <= _AT_ONCE

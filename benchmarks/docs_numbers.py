@@ -349,24 +349,17 @@ def _vllm() -> str:
                 first, gap = (
                     f"{statistics.median(r[f'p50_{m}_ms'] for r in rounds):.0f}" for m in ("ttft", "itl")
                 )
-                rates = [r["output_throughput"] for r in rounds]
-                beside = [a / b["output_throughput"] for a, b in zip(rates, ways["off"], strict=True)]
-                low, high = min(beside), max(beside)
-                ratio = (
-                    NOTHING
-                    if low < 1 < high
-                    else f"{statistics.median(beside):.2f} ({low:.2f} to {high:.2f})"
-                )
-                rate = f"{statistics.median(rates):.0f}"
+                seconds, base = ([1 / r["output_throughput"] for r in one] for one in (rounds, ways["off"]))
                 named = {"int8": "auto, and `--quantization opsmith`"}.get(way, way)
-                rows.append((at_once, named, rate, "" if way == "off" else ratio, first, gap))
+                ratio = "" if way == "off" else paired(seconds, base)
+                rows.append((at_once, named, f"{1 / statistics.median(seconds):.0f}", ratio, first, gap))
         head = (
             "requests at once",
             "`OPSMITH_VLLM`",
             "tokens/s",
-            "times vLLM's",
+            "over vLLM's",
             "first token, ms",
-            "each further, ms",
+            "others, ms",
         )
         parts.append(f"{source(stem)}\n\n{table(head, rows)}")
     return "\n\n".join(parts)

@@ -4,8 +4,8 @@
 // it loads of x serves all of them, and asks for these rows' next bytes, at their end for those of the rows that follow.
 #pragma once
 
+#include "gemm_tile.h"
 #include "linear.h"
-#include "rows.h"
 #include "schedules/shares.h"
 
 namespace opsmith {
@@ -17,27 +17,32 @@ constexpr int64_t kAhead = 2048;  // bytes of a row from what is used to what is
 constexpr int64_t kBlock = 32 * W;  // of K that one accumulator sums, as rounding errors grow with that
 
 // Sums of N rows of the weight by M of x; `next` are the rows of the weight that follow.
-template <int N, int M, class T, class X>
-inline __attribute__((always_inline)) void dots(const T* weight, int64_t stride, const T* next, const X* x,
+template <int N, int M, class T>
+inline __attribute__((always_inline)) void dots(const T* weight, int64_t stride, const T* next, const T* x,
                                                 int64_t x_stride, int64_t k, float* sums) {
+  using Units = UnitsOf<T>;
+  constexpr int64_t step = W * Units::per_unit;
   const int64_t ahead = std::min(k, kAhead / int64_t(sizeof(T)));
   Vec total[N][M] = {};
   for (int64_t begin = 0; begin < k; begin += kBlock) {
     Vec sum[N][M] = {};
-    for_lanes(std::min(kBlock, k - begin), [&](int64_t at, auto lanes) __attribute__((always_inline)) {
-      const int64_t i = begin + at;
+    const int64_t end = std::min(begin + kBlock, k);
+    const auto add = [&](int64_t i, int64_t count) __attribute__((always_inline)) {
       Vec row[M];
 #pragma GCC unroll 4
-      for (int m = 0; m < M; ++m) row[m] = load(x + m * x_stride + i, lanes);
+      for (int m = 0; m < M; ++m) row[m] = load_units<Units>(x + m * x_stride + i, 0, count);
       const T* const soon = i + ahead < k ? weight + i + ahead : next + i + ahead - k;
 #pragma GCC unroll 4
       for (int n = 0; n < N; ++n) {
         prefetch_far(soon + n * stride);
-        const Vec w = load(weight + n * stride + i, lanes);
+        const Vec w = load_units<Units>(weight + n * stride + i, 0, count);
 #pragma GCC unroll 4
-        for (int m = 0; m < M; ++m) sum[n][m] = fma(row[m], w, sum[n][m]);
+        for (int m = 0; m < M; ++m) sum[n][m] = Units::mac(row[m], w, sum[n][m]);
       }
-    });
+    };
+    int64_t i = begin;
+    for (; i + step <= end; i += step) add(i, step);
+    if (i < end) add(i, end - i);
 #pragma GCC unroll 4
     for (int n = 0; n < N; ++n) {
 #pragma GCC unroll 4
@@ -51,8 +56,8 @@ inline __attribute__((always_inline)) void dots(const T* weight, int64_t stride,
   }
 }
 
-template <int M = kMost, class T, class X>
-void panel(int64_t rows, const T* weight, int64_t stride, int64_t columns, const X* x, int64_t x_stride,
+template <int M = kMost, class T>
+void panel(int64_t rows, const T* weight, int64_t stride, int64_t columns, const T* x, int64_t x_stride,
            int64_t k, float* sums) {
   if constexpr (M > 1) {
     if (rows < M) return panel<M - 1>(rows, weight, stride, columns, x, x_stride, k, sums);

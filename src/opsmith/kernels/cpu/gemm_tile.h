@@ -49,6 +49,8 @@ template <class T>
 using UnitsOf = FloatUnits;
 #endif
 
+constexpr bool kPairUnit = UnitsOf<bfloat16>::per_unit == 2;  // an instruction multiplies pairs of bfloat16
+
 // Whether a vector of T becomes two of floats, its even elements and its odd ones: what meets them lies in that order.
 template <class T>
 constexpr bool in_pairs = even_odd<T> && UnitsOf<T>::per_unit == 1;

@@ -14,6 +14,7 @@ __attribute__((noinline)) void multiply(const Tile<Format>& t, Lanes lanes) {
   for (int r = 0; r < M; ++r) x[r] = t.x + r * t.x_stride;
   const auto* columns = t.columns;
   const char* ahead = t.ahead;
+  const float *scale = t.scale, *offset = t.offset, *x_sums = t.x_sums;
   bool first = t.first;
   for (int64_t k = 0; k < t.depth;) {
     Vec sum[chains][M][N];
@@ -44,10 +45,10 @@ __attribute__((noinline)) void multiply(const Tile<Format>& t, Lanes lanes) {
     auto fetch = [&]() __attribute__((always_inline)) {
       for (const char* const stop = ahead + t.lines * kLine; ahead < stop; ahead += kLine) {
         __builtin_prefetch(ahead, 0, 2);  // not to the nearest cache, where it would push out what is in use
-        __builtin_prefetch(ahead - kAgain, 0, 2);
+        __builtin_prefetch(ahead - t.again, 0, 2);
       }
     };
-    const int64_t until = std::min(k + kSum, t.depth);
+    const int64_t until = std::min(k + t.chain, t.depth);
     for (; k + kStep <= until; k += kStep) {
       if constexpr (std::is_same_v<Lanes, Full>) {
 #pragma GCC unroll 8
@@ -68,16 +69,21 @@ __attribute__((noinline)) void multiply(const Tile<Format>& t, Lanes lanes) {
     }
     for (; k < until; ++k) add_unit(0, 0);
 #pragma GCC unroll 8
-    for (int r = 0; r < M; ++r) {
+    for (int n = 0; n < N; ++n) {
+      const Vec factor = scale ? load(scale + n * W) : splat(1.0f);
 #pragma GCC unroll 8
-      for (int n = 0; n < N; ++n) {
+      for (int r = 0; r < M; ++r) {
         Vec total = sum[0][r][n];
         if constexpr (chains == 2) total += sum[1][r][n];
         if constexpr (chains == 4) total = (total + sum[1][r][n]) + (sum[2][r][n] + sum[3][r][n]);
         float* const p = t.sums + r * kPanel + n * W;
-        store(p, first ? total : load(p) + total);
+        total = first ? total * factor : fma(total, factor, load(p));
+        if (offset) total = fma(load(offset + n * W), splat(x_sums[r * t.x_groups]), total);
+        store(p, total);
       }
     }
+    if (scale) scale += t.ldb;
+    if (offset) offset += t.ldb, ++x_sums;
     first = false;
   }
   if (t.depth == 0 && t.first) {
@@ -102,6 +108,7 @@ void multiply_last(int rows, Tile<Format> t, Part last) {
     multiply<Format, 2, N>(t, last);
     t.x += 2 * t.x_stride;
     t.sums += 2 * kPanel;
+    t.x_sums += 2 * t.x_groups;
     t.lines = 0;
   }
   if (rows == 1) multiply<Format, 1, N>(t, last);
@@ -113,6 +120,8 @@ template <class Format>
 void multiply_block(int rows, int64_t width, Tile<Format>& t) {
   for (; width >= PANEL; width -= PANEL, t.columns += PANEL, t.sums += PANEL) {
     multiply_panel(rows, t);
+    if (t.scale) t.scale += PANEL;
+    if (t.offset) t.offset += PANEL;
     t.fetched();
   }
   const Part last{int((width - 1) % W + 1)};

@@ -22,6 +22,7 @@ constexpr int64_t kBlock = 384;  // units of K of a panel, at most, that the row
 // nearest cache, and what is fetched is close to its use.
 constexpr int64_t kFewRows = 24, kShortBlock = 64;
 constexpr int64_t kMostRows = 384;  // of x that share a block, and that have sums in cache
+constexpr int64_t kScales = 48;  // of a column in a block, at most
 constexpr int kStep = 8;  // units of K in a turn of the loop
 constexpr int kFetchStep = 2;  // units of K from one group of prefetches to the next, which would wait for it
 constexpr int64_t kLine = 64;  // bytes
@@ -94,7 +95,11 @@ struct Tile {
   int64_t depth;  // in units
   float* sums;  // rows of kPanel
   bool first;  // else it is added to the sums
+  int64_t chain;  // units of K that one accumulator sums,
+  const float *scale, *offset, *x_sums;  // see Block
+  int64_t x_groups;
   const char* ahead;  // what the cache will need next
+  int64_t again;  // bytes from there back to what is asked for besides
   int64_t lines;  // of it, at each kFetchStep
   int64_t unfetched;  // of those of a kFetchStep, by this tile and what follows it on the block
 
@@ -127,6 +132,19 @@ inline Split split_product(int64_t m, int64_t most_rows, int64_t groups, int64_t
   return {blocks, groups, std::max<int64_t>(1, (int64_t{1} << 18) / std::max<int64_t>(1, cost))};
 }
 
+// A weight's block: `columns` by units of K. An accumulator sums `chain` units; `scale`, rows of as many columns, is what one sum
+// after the other is multiplied by, and `offset` what x's own sums [row][x_groups] are, if there are any. Beside its use `step`
+// bytes for kFetchStep units are asked for, `ahead` and as many `again` bytes before.
+template <class Format>
+struct Block {
+  const typename Format::Unit* columns;
+  int64_t chain = kSum;
+  const float *scale = nullptr, *offset = nullptr, *x_sums = nullptr;
+  int64_t x_groups = 0;
+  const void* ahead = nullptr;
+  int64_t again = 0, step = 0;
+};
+
 // A weight that was packed: a block of a panel is where it lies, and what follows it can be asked for ahead.
 template <class Format>
 struct PackedWeight {
@@ -135,8 +153,12 @@ struct PackedWeight {
   const Unit* units;
   int64_t depth;
 
-  const Unit* block(int64_t column, int64_t width, int64_t k, int64_t, void*) const {
-    return units + column * depth + k * width;
+  Block<Format> block(int64_t column, int64_t width, int64_t k, int64_t count, void*) const {
+    const Unit *const from = units + column * depth + k * width, *const behind = from + count * width;
+    return {.columns = from,
+            .ahead = reinterpret_cast<const char*>(behind) + kAgain,
+            .again = kAgain,
+            .step = kFetchStep * width * int64_t(sizeof(Unit))};
   }
 };
 
@@ -147,9 +169,9 @@ struct PlainWeight {
   static constexpr bool plain = true;
   View weight;
 
-  const Unit* block(int64_t column, int64_t width, int64_t k, int64_t depth, void* to) const {
+  Block<Format> block(int64_t column, int64_t width, int64_t k, int64_t depth, void* to) const {
     pack_block<T>(weight, column, width, k, depth, static_cast<PackedUnit<T>*>(to));
-    return static_cast<const Unit*>(to);
+    return {static_cast<const Unit*>(to)};
   }
 };
 
@@ -167,7 +189,7 @@ void product(const typename Format::X* x, int64_t x_stride, int64_t m, const Wei
   const int64_t most = m > kFewRows || Weight::plain ? kBlock : alone ? some : kShortBlock;
   const int64_t length = round_up(ceil_div(some, ceil_div(some, most)), kSum);
   parallel_shares(s.row_blocks * s.groups, s.grain, [&](int64_t begin, int64_t end) {
-    float* const sums = scratch(group * panel_step + (Weight::plain ? kBlock * kPanel : 0));
+    float* const sums = scratch(group * panel_step + (Weight::plain ? (kBlock + 2 * kScales) * kPanel : 0));
     for (int64_t task = begin; task < end; ++task) {
       const int64_t block = task / s.groups, first = task % s.groups * group * kPanel;
       const int64_t last = std::min(n, first + group * kPanel);
@@ -180,21 +202,25 @@ void product(const typename Format::X* x, int64_t x_stride, int64_t m, const Wei
           const bool complete = k + length >= depth && column + kPanel >= last;
           Tile<Format> t;
           t.depth = std::min(length, depth - k);
-          const auto* const columns = weight.block(column, width, k, t.depth, sums + group * panel_step);
+          const Block<Format> columns = weight.block(column, width, k, t.depth, sums + group * panel_step);
+          t.chain = columns.chain;
+          t.x_groups = columns.x_groups;
           t.ldb = width;
           t.x_stride = x_stride;
           t.first = k == 0;
-          t.ahead = reinterpret_cast<const char*>(columns + t.depth * width) +
-                    kAgain;  // the weight is read in order
+          t.ahead = static_cast<const char*>(columns.ahead);
+          t.again = columns.again;
           // All that the tiles on this block fetch.
-          const int64_t step_lines = ceil_div(kFetchStep * width * int64_t(sizeof(*columns)), kLine);
-          t.unfetched = alone || Weight::plain ? 0 : step_lines;
+          t.unfetched = alone ? 0 : ceil_div(columns.step, kLine);
           t.lines = ceil_div(t.unfetched, tiles * ceil_div(width, PANEL));
           for (int64_t i = 0; i < tiles; ++i) {
             const int64_t r = i * rows / tiles;
             const int count = int((i + 1) * rows / tiles - r);
             t.x = x + (row + r) * x_stride + k * Format::steps;
-            t.columns = columns;
+            t.columns = columns.columns;
+            t.scale = columns.scale;
+            t.offset = columns.offset;
+            t.x_sums = columns.x_sums + (row + r) * t.x_groups;
             t.sums = panel_sums + r * kPanel;
             if (complete) epilogue.expect(row + r, count, first, last - first);
             multiply_block(count, width, t);

@@ -314,7 +314,14 @@ def _samples(make: Make) -> Iterator[Sample]:
                 {"format": format, "group_size": group} | ({} if outer is None else {"outer": outer}),
             )
 
-        for rows, k, n in ((1, 200, 37), (3, 65, 33), (7, 130, 48), (17, 384, 100), (70, 1100, 65)):
+        for rows, k, n in (
+            (1, 200, 37),
+            (3, 65, 33),
+            (7, 130, 48),
+            (17, 384, 100),
+            (70, 1100, 65),
+            (97, 773, 170),
+        ):
             yield sample(f"{rows}x{k}x{n}", make(rows, k), n, make(n))
         yield sample("vector, no bias", make(72), 33)
         yield sample("strided", make(72, 6).t(), 40, make(40, 2)[:, 0])
@@ -327,7 +334,15 @@ def _samples(make: Make) -> Iterator[Sample]:
         if format == "fp8":
             yield sample("a scale of each row", make(3, 300), 50, make(50), group=0)
         for group in GROUPS if format == "int4" else ():
-            yield sample(f"asymmetric {group}", make(4, 300), 50, make(50), group=group, symmetric=False)
+            for rows in (4, 100):
+                yield sample(
+                    f"asymmetric {group}, {rows} rows",
+                    make(rows, 300),
+                    50,
+                    make(50),
+                    group=group,
+                    symmetric=False,
+                )
 
 
 def _workloads(make: Make) -> Iterator[Sample]:

@@ -8,6 +8,8 @@
 // The weight lies in panels of 32 columns, four (a nibble: eight) numbers of K of a column in each 32-bit lane.
 #include "packed_linear.h"
 
+#include <limits>
+
 #include "fixed_point.h"
 #include "packed_linear_floats.h"
 #include "schedules/shares.h"
@@ -19,10 +21,7 @@ constexpr int64_t kChunk = 512;  // of K of a panel that the rows share while it
 constexpr int64_t kMostRows = 384;  // of x that do so
 constexpr int64_t kAhead = 24576;  // bytes from what is used to what is fetched to the second-level cache,
 constexpr int64_t kNear = 3072;  // and from there to the nearest one
-constexpr int64_t kManyFloats = 12;  // rows of x that are worth a weight in float32 (packed_linear_floats.cpp)
 constexpr int64_t kBlock = 128;  // of K that share a factor, where the weight names no groups
-
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // Rows of x in a tile: as many as registers hold sums for, vectors of columns by D digits each.
 constexpr int most_rows(int D) { return (W == 16 ? 12 : kDigitBits == 8 ? 6 : 4) / D; }
@@ -32,6 +31,14 @@ constexpr int vectors(int sums) { return W == 16 || sums > 2 ? 2 : 4; }
 // of 16 bits take twice the instructions for as many bytes of the weight.
 constexpr bool busy(int rows, int D, bool nibbles) {
   return rows * D * (nibbles ? 2 : 1) >= (kDigitBits == 8 ? 8 : 2);
+}
+
+// Rows of x that are worth a weight in floats (packed_linear_floats.cpp): where a unit multiplies pairs of bfloat16 as fast as two
+// digits, it wins for its sums, which do not end with each of the digits' blocks.
+int64_t many_rows(const PackedProduct& one) {
+  if (one.x.dtype == DType::bf16 && kPairUnit)
+    return one.weight.group ? std::clamp<int64_t>(one.weight.group, 24, 96) : 96;
+  return one.x.dtype == DType::f32 && !kDotsOfBytes ? 12 : std::numeric_limits<int64_t>::max();
 }
 
 template <class T>
@@ -365,17 +372,19 @@ void products(const std::vector<Digits<D>>& all) {
 
 }  // namespace
 
-void packed_linear(const std::vector<PackedProduct>& all, bool dynamic) {
+void packed_linear(const std::vector<PackedProduct>& wanted, bool dynamic) {
+  std::vector<PackedProduct> all;
+  for (const PackedProduct& one : wanted) {
+    if (one.x.sizes[0] == 0 || one.y.sizes[1] == 0) continue;
+    if (one.weight.floats || (!dynamic && one.x.sizes[0] >= many_rows(one))) {
+      packed_linear_floats(one);
+    } else {
+      all.push_back(one);
+    }
+  }
   if (all.empty()) return;
   const PackedProduct& any = all[0];
-  int64_t most = 0;
-  for (const PackedProduct& one : all) most = std::max(most, one.x.sizes[0]);
-  if (most == 0 || any.y.sizes[1] == 0) return;
   const QuantizedWeight& weight = any.weight;
-  if (weight.floats || (!kDotsOfBytes && !dynamic && any.x.dtype == DType::f32 && most >= kManyFloats)) {
-    for (const PackedProduct& one : all) packed_linear_floats(one);
-    return;
-  }
   with_float_types(any.x, any.y, [&](auto* in, auto* out) {
     using T = std::remove_pointer_t<decltype(in)>;
     auto run = [&](auto digits, auto how, int64_t block) {

@@ -1,6 +1,7 @@
-// The linear layer on quantized weights for rows of float32, where no instruction multiplies bytes and adds them up: two digits
-// of 16 bits take eight instructions for what floats take four. A block of a panel becomes float32 in cache, and all rows
-// multiply it there, as they do a weight that was not packed (linear_product.h).
+// The linear layer on quantized weights for many rows. A block of a panel becomes floats in cache, and all rows multiply it there,
+// as they do a weight that was not packed (linear_product.h): rows of float32 where no instruction multiplies bytes and adds
+// them up, since two digits of 16 bits take eight instructions for what floats take four, and rows of bfloat16 where a unit multiplies
+// pairs of them.
 #include "packed_linear_floats.h"
 
 #include "fixed_point.h"
@@ -14,58 +15,113 @@ inline Vec float8(IVec byte) {
   return as_float((byte >> 4) & int32_t(0x87f00000)) * bits_float(uint32_t(127 + 120) << 23);
 }
 
-// The weight as linear_product.h reads one: (number - middle) scale - least.
-struct Dequantized {
-  using Unit = float;
-  static constexpr bool plain = true;
+// The weight as linear_product.h reads one, (number - middle) scale - least. As pairs of bfloat16, which hold the numbers without
+// their scale exactly, sums of a group are multiplied by it; of x they need those of each group then, where there is a least.
+template <class Format>
+struct Unpacked {
+  using Unit = typename Format::Unit;
+  static constexpr bool plain = true, pairs = std::is_same_v<Unit, Couple>;
   QuantizedWeight weight;
   int64_t n, depth;
+  const float* x_sums;  // [row][group]
 
-  const float* block(int64_t column, int64_t width, int64_t k, int64_t count, void* to) const {
-    float* const floats = static_cast<float*>(to);
-    for_lanes(width, [&](int64_t c, auto lanes) { some(column + c, k, count, floats + c, width, lanes); });
-    return floats;
+  Block<Format> block(int64_t column, int64_t width, int64_t k, int64_t count, void* to) const {
+    constexpr int64_t per_unit = pairs ? 2 : 1;
+    float *const units = static_cast<float*>(to), *const scale = units + kBlock * kPanel,
+                 *const offset = scale + kScales * kPanel;
+    const int64_t group = weight.group ? weight.group : 2 * kSum, end = (k + count) * per_unit;
+    for_lanes(width, [&](int64_t c, auto lanes) {
+      float* write = units + c;
+      int64_t row = c;  // of scales
+      for (int64_t at = k * per_unit; at < end; row += width) {
+        const Group of(weight, at, column + c, lanes);
+        if constexpr (pairs) {
+          store(scale + row, of.scale, lanes);
+          if (x_sums) store(offset + row, -of.least, lanes);
+        }
+        const int64_t until = std::min(at / group * group + group, end);
+        const uint8_t* const from = address(column + c, at);
+        if (weight.floats) {
+          write = some<8>(from, column + c, until - at, of, write, width, lanes,
+                          [](IVec word, int j) { return float8(word << (24 - 8 * j)); });
+        } else if (weight.bits == 8) {
+          write = some<8>(from, column + c, until - at, of, write, width, lanes, [](IVec word, int j) {
+            return to_float((word ^ int32_t(0x80808080)) << (24 - 8 * j) >> 24);
+          });
+        } else {
+          write = some<4>(from, column + c, until - at, of, write, width, lanes,
+                          [&](IVec word, int j) { return to_float((word >> 8 * j) & 15) - of.middle; });
+        }
+        at = until;
+      }
+    });
+    if constexpr (!pairs) return {units};
+    const bool more = 2 * (k + count) < depth;  // of these columns, else of those that follow
+    const int64_t next = more ? column : column + width, groups = ceil_div(depth, group);
+    return {.columns = reinterpret_cast<const Unit*>(units),
+            .chain = group / 2,
+            .scale = scale,
+            .offset = x_sums ? offset : nullptr,
+            .x_sums = x_sums ? x_sums + 2 * k / group : nullptr,
+            .x_groups = x_sums ? groups : 0,
+            .ahead = address(next, more ? 2 * (k + count) : 0),
+            .again = -kColumns * depth * weight.bits / 8,
+            .step = next < n ? kFetchStep * 8 * weight.bits : 0};
   }
 
  private:
-  template <class Lanes>
-  void some(int64_t column, int64_t k, int64_t count, float* to, int64_t to_stride, Lanes lanes) const {
-    const auto& [packed, scales, zeros, outer, bits, group, floats] = weight;
-    const bool nibbles = bits == 4;
-    const int64_t first = column / kColumns * kColumns;
-    const int64_t pitch = 4 * round_up(std::min(kColumns, n - first), kLeastPanel);
-    const uint8_t* from = packed.as<uint8_t>() + (first * depth + k * (pitch / 4)) * bits / 8 +
-                          (column - first) * 4;
-    Vec scale = group ? Vec{} : load(scales.as<float>() + column, lanes);
-    Vec middle = splat(!nibbles ? 128.0f : weight.from_least() ? 0.0f : 8.0f), least{};
-    for (int64_t d = 0; d < count; d += 4) {
-      if (group && (d == 0 || (k + d) % group == 0)) {
-        const int64_t g = (k + d) / group;
-        const int64_t at = g * scales.strides[0] + column;
-        const Vec zero = zeros.defined() ? load(zeros.as<int8_t>() + g * zeros.strides[0] + column, lanes)
-                                         : Vec{};
-        if (outer.defined()) {
-          const float16* const over = outer.as<float16>() + (k + d) / kSuper * outer.strides[1] + column;
-          scale = load(scales.as<int8_t>() + at, lanes) * load(over, lanes);
-          if (zeros.defined()) least = zero * load(over + outer.strides[0], lanes);
-        } else {
-          scale = floats                       ? load(scales.as<float>() + at, lanes)
-                  : scales.dtype == DType::f16 ? load(scales.as<float16>() + at, lanes)
-                                               : load(scales.as<bfloat16>() + at, lanes);
-          if (zeros.defined()) middle = zero;
-        }
+  struct Group {
+    Vec scale, middle, least;
+
+    template <class Lanes>
+    Group(const QuantizedWeight& weight, int64_t k, int64_t column, Lanes lanes)
+        : scale(), middle(splat(8.0f)), least() {
+      const auto& [packed, scales, zeros, outer, bits, group, floats] = weight;
+      const int64_t g = group ? k / group : 0, at = g * (group ? scales.strides[0] : 0) + column;
+      const Vec zero = zeros.defined() ? load(zeros.as<int8_t>() + g * zeros.strides[0] + column, lanes)
+                                       : Vec{};
+      if (outer.defined()) {
+        const float16* const over = outer.as<float16>() + k / kSuper * outer.strides[1] + column;
+        scale = load(scales.as<int8_t>() + at, lanes) * load(over, lanes);
+        if (zeros.defined())
+          least = zero * load(over + outer.strides[0], lanes) - (bits == 4 ? scale * 8.0f : Vec{});
+      } else {
+        scale = floats || !group             ? load(scales.as<float>() + at, lanes)
+                : scales.dtype == DType::f16 ? load(scales.as<float16>() + at, lanes)
+                                             : load(scales.as<bfloat16>() + at, lanes);
+        if (zeros.defined()) middle = zero;
       }
-      const IVec word = load_words(from) >> (nibbles ? int(d % 8) : 0);  // the low nibbles come first
-      for (int j = 0; j < 4 && d + j < count; ++j, to += to_stride) {
-        if (floats) {
-          store(to, float8(word << (24 - 8 * j)) * scale, lanes);
-          continue;
-        }
-        const IVec number = (word >> (8 * j)) & (nibbles ? 15 : 255);
-        store(to, (to_float(number) - middle) * scale - least, lanes);
-      }
-      if (!nibbles || d % 8 == 4) from += pitch;
     }
+  };
+
+  int64_t panel_columns(int64_t column) const {
+    return round_up(std::min(kColumns, n - column / kColumns * kColumns), kLeastPanel);
+  }
+  const uint8_t* address(int64_t column, int64_t k) const {
+    const int64_t first = column / kColumns * kColumns, unit = 32 / weight.bits;
+    return weight.weight.as<uint8_t>() +
+           (first * depth + k / unit * unit * panel_columns(column)) * weight.bits / 8 + (column - first) * 4;
+  }
+
+  template <int bits, class Lanes, class F>
+  float* some(const uint8_t* from, int64_t column, int64_t count, const Group& of, float* to, int64_t step,
+              Lanes lanes, const F& number) const {
+    const int64_t pitch = 4 * panel_columns(column);
+    for (int64_t d = 0; d < count; d += 4) {
+      const IVec word = load_words(from) >> (bits == 4 ? int(d % 8) : 0);  // the low nibbles come first
+      if constexpr (pairs) {
+        for (int j = 0; j < 4; j += 2, to += step) {
+          const IVec low = as_int(number(word, j)), high = as_int(number(word, j + 1));
+          store(to, as_float((low >> 16 & 0xffff) | (high & int32_t(0xffff0000))), lanes);
+        }
+      } else {
+        for (int j = 0; j < 4 && d + j < count; ++j, to += step) {
+          store(to, number(word, j) * of.scale - of.least, lanes);
+        }
+      }
+      if (bits == 8 || d % 8 == 4) from += pitch;
+    }
+    return to;
   }
 };
 
@@ -123,6 +179,20 @@ void stream_rows(int rows, const float* x, int64_t depth, const QuantizedWeight&
   if (v < width) stream<R, 1>(x, depth, weight, column, width, v, sums);
 }
 
+template <class T>
+void sum_groups(const View& x, int64_t group, int64_t groups, float* to) {
+  const int64_t k = x.sizes[1];
+  parallel_for(x.sizes[0], row_grain(k, 16384), [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin * groups; i < end * groups; ++i) {
+      const T* const from = x.as<T>() + i / groups * x.strides[0] + i % groups * group;
+      Vec sum{};
+      for_lanes(std::min(group, k - i % groups * group),
+                [&](int64_t c, auto lanes) { sum += keep(load(from + c, lanes), lanes, 0.0f); });
+      to[i] = reduce_add(sum);
+    }
+  });
+}
+
 template <class T, class Y>
 void multiply_few(const PackedProduct& one) {
   const auto& [x, weight, bias, y] = one;
@@ -158,8 +228,15 @@ void packed_linear_floats(const PackedProduct& one) {
     if (weight.floats && x.sizes[0] <= kStreamed) {
       multiply_few<T, Y>(one);
     } else {
-      product<T, FloatFormat>(x, Dequantized{weight, n, round_up(k, kDepth)}, n, k, 1,
-                              epilogue<Y>(bias, {}, Activation::none, y));
+      using Format = std::conditional_t<kPairUnit && std::is_same_v<T, bfloat16>, BFloatFormat, FloatFormat>;
+      using Weight = Unpacked<Format>;
+      const int64_t depth = round_up(k, kDepth), groups = weight.group ? ceil_div(k, weight.group) : 0;
+      const bool sums = Weight::pairs && weight.from_least();
+      const Kept<4> kept(sums ? x.sizes[0] * groups * int64_t(sizeof(float)) : 0);
+      float* const x_sums = sums ? kept.as<float>() : nullptr;
+      if (sums) sum_groups<T>(x, weight.group, groups, x_sums);
+      product<T, Format>(x, Weight{weight, n, depth, x_sums}, n, Weight::pairs ? depth / 2 : k, 1,
+                         epilogue<Y>(bias, {}, Activation::none, y));
     }
     // A number that is not finite makes all of its row NaN, as it does with digits.
     parallel_for(x.sizes[0], row_grain(k, 16384), [&](int64_t begin, int64_t end) {

@@ -1,10 +1,11 @@
 #pragma once
 
+#include "gemm_tile.h"
 #include "packed_linear.h"
 
 namespace opsmith {
 
-// With the weight as float32, block by block: of rows of float32 where that is faster, and of all rows of x where the
+// With the weight as floats, block by block, of float32 or of bfloat16 as x is: where that is faster, and of all rows of x where the
 // weight's numbers are floats.
 void packed_linear_floats(const PackedProduct& one);
 

@@ -42,6 +42,7 @@ from torch import nn
 
 import opsmith
 from opsmith import measure
+from opsmith.checkpoints.folder import one_line
 from opsmith.cli import CommandError, hf, minilm, models, pictures
 from opsmith.cli.common import Output, time_of
 from opsmith.cli.llm.contestant import Contestant
@@ -209,7 +210,7 @@ def work(spec: dict[str, Any]) -> None:
             answer({"error": f"{error.name} is not installed; `make peers` does it"})
             return
         except Exception as error:  # whatever it is, the parent says it
-            answer({"error": f"{type(error).__name__}: {hf.one_line(error)}"})
+            answer({"error": f"{type(error).__name__}: {one_line(error)}"})
             return
         answer({"prepare_seconds": time.perf_counter() - start})
         turns = {shape: itertools.cycle(several) for shape, several in batches.items()}
@@ -226,7 +227,7 @@ def work(spec: dict[str, Any]) -> None:
                 with measure.no_collection():
                     answer({"seconds": measure.by_clock(calls)})
             except Exception as error:  # whatever it is, the parent says it
-                answer({"error": f"{type(error).__name__}: {hf.one_line(error)}"})
+                answer({"error": f"{type(error).__name__}: {one_line(error)}"})
 
 
 class _Clock:

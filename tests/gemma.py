@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from opsmith.cli.hf import load_with_tokenizer
 from opsmith.cli.llm import gemma as real
 
 
@@ -19,4 +20,4 @@ def gemma_folder() -> Path:
 @pytest.fixture
 def gemma(gemma_folder: Path) -> tuple[Any, Any]:
     """The model in float32, new for each test (its weights are mapped, not copied), and its tokenizer."""
-    return real.load(gemma_folder)
+    return load_with_tokenizer(gemma_folder)

@@ -161,9 +161,9 @@ def test_a_race_with_a_wrong_contestant_is_not_timed() -> None:
     batches = [{"x": x}]
     calls = {"eager": lambda b: b["x"].exp(), "opsmith": lambda b: b["x"].exp() + 1e-3}
     with pytest.raises(WrongResult, match="opsmith"):
-        race(calls, batches, x.double().exp(), torch.float32, rounds=2)
+        race(calls, batches, x.double().exp(), torch.float32)
     calls["opsmith"] = lambda b: torch.exp(b["x"])
-    result = race(calls, batches, x.double().exp(), torch.float32, rounds=2, budget_s=0.01)
+    result = race(calls, batches, x.double().exp(), torch.float32)
     assert result.checked
     assert result.names == ("eager", "opsmith")
 
@@ -172,11 +172,11 @@ def test_an_eager_model_that_takes_too_long_is_not_timed_and_said_to(monkeypatch
     monkeypatch.setattr(models, "_ENDLESS", 0.0)
     x = torch.randn(8, 8)
     calls = dict.fromkeys(("eager", "torch.compile", "opsmith"), lambda b: b["x"].exp())
-    result = race(calls, [{"x": x}], x.double().exp(), torch.float32, rounds=2, budget_s=0.01)
+    result = race(calls, [{"x": x}], x.double().exp(), torch.float32)
     assert result.names == ("torch.compile", "opsmith")
     assert "not timed: a call takes" in result.notes["eager"]
     monkeypatch.setattr(models, "_ENDLESS", 60.0)
-    whole = race(calls, [{"x": x}], x.double().exp(), torch.float32, rounds=2, budget_s=0.01)
+    whole = race(calls, [{"x": x}], x.double().exp(), torch.float32)
     console = Console(width=200, record=True, file=io.StringIO())
     models.print_times(console, "float32", {"1x8": whole, "8x8": result})
     rows = console.export_text().splitlines()

@@ -24,8 +24,7 @@ from safetensors.torch import save_file
 
 from opsmith.authoring.new import create
 from opsmith.checkpoints import header
-from opsmith.cli import CommandError
-from opsmith.cli.hf import check as check_folder
+from opsmith.checkpoints.folder import check as check_folder
 from opsmith.compiler import Config, Plan
 from opsmith.compiler.kept import TIMES_SCHEMA, TuningCache
 from opsmith.compiler.plan import PlanStep, ShapePlan
@@ -193,14 +192,14 @@ def kinds() -> list[Kind]:
             ({"model_type": "bert", "hidden_size": 8},),
             json.dumps,
             partial(read_in_folder, "config.json", "model.safetensors", weights()),
-            (CommandError,),
+            (header.CheckpointError,),
         ),
         Kind(
             "weights",
             (),
             lambda data: "",
             partial(read_in_folder, "model.safetensors", "config.json", BERT),
-            (CommandError,),
+            (header.CheckpointError,),
             weights,
         ),
         Kind("blocks", (), lambda data: "", read_blocks, (header.CheckpointError,), blocks),

@@ -56,7 +56,7 @@ def load(
     else:
         found = folder.configuration(place)
         if getattr(found, "quantization_config", None) is None:
-            return optimize(folder.load(place, found)[0], config=config, dtype=name, quantize=quantize)
+            return optimize(folder.load(place, found), config=config, dtype=name, quantize=quantize)
         own = getattr(torch, name) if name is not None else found.dtype or torch.float32
         model = quantized.load(place, found, own)
     model.save_pretrained = partial(save, model)  # type: ignore[assignment]  # of its packed layers nobody else makes one

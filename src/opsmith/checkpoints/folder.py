@@ -51,8 +51,8 @@ def configuration(folder: Path) -> Any:
             raise CheckpointError(f"{folder / 'config.json'}: {one_line(error)}") from error
 
 
-def load(folder: Path, config: Any = None) -> tuple[nn.Module, Any]:
-    """The model in a folder, in eval mode and in the dtype it was saved in, and its configuration, if not known yet.
+def load(folder: Path, config: Any = None) -> nn.Module:
+    """The model in a folder, whose configuration may be known, in eval mode and in the dtype it was saved in.
 
     Nothing is downloaded, no code from the folder runs, and weights are read from safetensors only.
 
@@ -88,7 +88,7 @@ def load(folder: Path, config: Any = None) -> tuple[nn.Module, Any]:
             f"no weight in {folder} belongs to a {type(model).__name__}; "
             "are config.json and the weights of one model?"
         )
-    return model.eval(), config
+    return model.eval()  # type: ignore[no-any-return]
 
 
 def check(folder: Path) -> None:

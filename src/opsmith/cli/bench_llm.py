@@ -77,7 +77,7 @@ def run(
     cells = [(b, prompt) for b in dict.fromkeys(batch or [1])]
     cells += [(cells[0][0], c) for c in dict.fromkeys(context or []) if (cells[0][0], c) not in cells]
     with tempfile.TemporaryDirectory(prefix="opsmith-bench-") as workspace:
-        with output.console.status("preparing the model"):
+        with output.console.status("preparing the model"), told():
             found = source.resolve(model, Path(workspace))
         longest = getattr(found.config.get_text_config(), "max_position_embeddings", None)
         if longest and max(length for _, length in cells) + new_tokens > longest:
@@ -104,18 +104,7 @@ def run(
         _print(output.console, cell)
     if svg is not None:
         curves.draw(data, svg)
-    output.finish(_plain(data))
-
-
-def _plain(value: Any) -> Any:
-    """Ratios as JSON has them."""
-    from opsmith.measure import Ratio
-
-    if isinstance(value, Ratio):
-        return value.to_json()
-    if isinstance(value, dict):
-        return {key: _plain(one) for key, one in value.items()}
-    return [_plain(one) for one in value] if isinstance(value, list) else value
+    output.finish(data)
 
 
 def _python(path: Path | None) -> str:

@@ -91,6 +91,8 @@ def check_folder(option: str, file: Path) -> None:
 
 def _plain(value: Any) -> Any:
     """The same data in JSON's own types; infinities and NaN, which it lacks, become null."""
+    if hasattr(value, "to_json"):  # what was measured says itself what is plain of it
+        return _plain(value.to_json())
     if isinstance(value, dict):
         return {str(k): _plain(v) for k, v in value.items()}
     if isinstance(value, list | tuple):

@@ -91,7 +91,7 @@ def run(
         _read("--text", text),
         None if calibration is None else _read("--calibration", calibration),
     )
-    with output.console.status("loading the model"), told("evaluate: ", CommandError):
+    with output.console.status("loading the model"), told("evaluate: "):
         model, tokenizer = hf.load_with_tokenizer(path)
     own = str(next(p.dtype for p in model.parameters())).removeprefix("torch.")
     with told():

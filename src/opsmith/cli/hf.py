@@ -1,46 +1,18 @@
-"""Local Hugging Face folders and GGUF files for the command line, whose errors are lines."""
+"""What commands ask of a model's folder or GGUF file: the model with its tokenizer, and random tokens that it takes."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from opsmith.checkpoints import folder as folders
-from opsmith.checkpoints.folder import LOCAL, one_line, quiet
+from opsmith.checkpoints.folder import LOCAL, load, one_line, quiet
 from opsmith.checkpoints.header import CheckpointError
-from opsmith.cli import CommandError
 from opsmith.cli.models import Batch
 
-__all__ = ["check", "load", "load_with_tokenizer", "one_line", "quiet", "tokens"]
-
-
-@contextlib.contextmanager
-def _told() -> Iterator[None]:
-    try:
-        yield
-    except CheckpointError as error:
-        raise CommandError(str(error)) from error
-
-
-def load(folder: Path) -> tuple[nn.Module, Any]:
-    """The model in a folder, in eval mode and in the dtype it was saved in, and its configuration.
-
-    Raises:
-        CommandError: when there is no such folder, or no model in it that can be loaded.
-    """
-    with _told():
-        return folders.load(folder)
-
-
-def check(folder: Path) -> None:
-    """What can be said of a folder before transformers looks at it."""
-    with _told():
-        folders.check(folder)
+__all__ = ["load", "load_with_tokenizer", "tokens"]
 
 
 def load_with_tokenizer(path: Path) -> tuple[nn.Module, Any]:
@@ -48,12 +20,12 @@ def load_with_tokenizer(path: Path) -> tuple[nn.Module, Any]:
     values of the file's few bits.
 
     Raises:
-        CommandError: when there is no such model, or no tokenizer beside it.
+        CheckpointError: when there is no such model, or no tokenizer beside it.
     """
     if path.suffix != ".gguf":
-        model, where, options = load(path)[0], path, {}
+        model, where, options = load(path), path, {}
     elif not path.is_file():
-        raise CommandError(f"there is no file {path}; name a GGUF file")
+        raise CheckpointError(f"there is no file {path}; name a GGUF file")
     else:
         where, options = path.parent, {"gguf_file": path.name}
         try:
@@ -64,32 +36,32 @@ def load_with_tokenizer(path: Path) -> tuple[nn.Module, Any]:
                     where, dtype="float32", **LOCAL, **options
                 )
         except Exception as error:  # gguf or accelerate are missing, or the file is damaged
-            raise CommandError(f"{path} does not load: {one_line(error)}") from error
+            raise CheckpointError(f"{path} does not load: {one_line(error)}") from error
     try:
         from transformers import AutoTokenizer
 
         with quiet():
             return model.eval(), AutoTokenizer.from_pretrained(where, **LOCAL, **options)
     except Exception as error:
-        raise CommandError(f"{path} has no tokenizer that loads: {one_line(error)}") from error
+        raise CheckpointError(f"{path} has no tokenizer that loads: {one_line(error)}") from error
 
 
 def tokens(architecture: Any, batch: int, length: int, seed: int) -> Batch:
     """Random tokens that this model takes: `[batch, length]`.
 
     Raises:
-        CommandError: when it takes none, or fewer.
+        ValueError: when it takes none, or fewer.
     """
     text = architecture.get_text_config()
     vocabulary = getattr(text, "vocab_size", None)
     if not vocabulary:
-        raise CommandError(
+        raise ValueError(
             f"a {architecture.model_type} model takes no tokens (its configuration has no "
             "vocab_size); call opsmith.optimize(model, example_inputs) with inputs of its own"
         )
     longest = getattr(text, "max_position_embeddings", None)
     if longest and length > longest:
-        raise CommandError(f"--length {length} is more than the model's {longest} positions")
+        raise ValueError(f"--length {length} is more than the model's {longest} positions")
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(0, vocabulary, (batch, length), generator=generator)
     found = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}

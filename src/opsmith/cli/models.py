@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
-from functools import partial
 from statistics import geometric_mean
 from textwrap import shorten
 from typing import TYPE_CHECKING, Any
@@ -144,26 +143,18 @@ def rounding_rows(layers: Sequence[nn.Module]) -> Iterator[None]:
 
 
 def race(
-    contestants: Mapping[str, Call],
-    batches: Sequence[Batch],
-    exact: torch.Tensor | None,
-    dtype: torch.dtype,
-    *,
-    rounds: int = 40,
-    budget_s: float = 4.0,
+    contestants: Mapping[str, Call], batches: Sequence[Batch], exact: torch.Tensor | None, dtype: torch.dtype
 ) -> measure.Comparison:
     """Time whole models against each other, interleaved, each held to the exact result first.
 
-    A contestant's error may be as much as is `allowed`.
+    A contestant's error may be as much as is `allowed`. Of 40 rounds those run that begin within four seconds, but five
+    at least, and three where a call is slow. An eager model that takes four for a call is not timed; the notes say so.
 
     Args:
         contestants: by name; "eager" among them. Each gets a batch and gives its result.
         batches: batches of one shape, used in turn.
         exact: the float64 result for the first batch; None leaves out the check.
         dtype: the dtype that the models compute in.
-        rounds: samples of each, at most.
-        budget_s: seconds after which no further round starts; five rounds at least, three where a call is slow. An
-            eager model that takes four for a call is not timed; the notes say so.
 
     Raises:
         WrongResult: a contestant computed something else; nothing was timed.
@@ -181,17 +172,13 @@ def race(
             return None if error.rms <= bound else f"relative error {error.rms:.2e} above {bound:.2e}"
 
     return measure.compare(
-        {
-            n: partial(_next, call, itertools.cycle(batches))
-            for n, call in contestants.items()
-            if n not in endless
-        },
+        {n: _in_turn(call, batches) for n, call in contestants.items() if n not in endless},
         check=check,
-        rounds=rounds,
+        rounds=40,
         # So many that all agree are a statement; of a model that takes half a second, each one more takes seconds.
         min_rounds=3 if seconds > _SLOW else 5,
         warmup=int(exact is None),  # to be checked, each has just run
-        budget_s=budget_s,
+        budget_s=4.0,
         notes={
             "inputs": f"{len(batches)} batches of random tokens in turn",
             "outputs": "freshly allocated",
@@ -200,8 +187,9 @@ def race(
     )
 
 
-def _next(call: Call, batches: Iterator[Batch]) -> torch.Tensor:
-    return call(next(batches))
+def _in_turn(call: Call, batches: Sequence[Batch]) -> Callable[[], torch.Tensor]:
+    turns = itertools.cycle(batches)
+    return lambda: call(next(turns))
 
 
 def print_sites(console: Console, session: Session) -> None:

@@ -66,9 +66,9 @@ def run(
         check_folder("--plan", plan)
     with told():
         settings = opsmith.Config.load(config) if config is not None else opsmith.Config()
-    with console.status("loading the model"), told("optimize: ", CommandError):
-        model, architecture = hf.load(path)
-        examples = [hf.tokens(architecture, batch, length, seed) for seed in range(3)]
+    with console.status("loading the model"), told("optimize: "):
+        model = hf.load(path)
+        examples = [hf.tokens(model.config, batch, length, seed) for seed in range(3)]
     parameters = sum(p.numel() for p in model.parameters())
     console.print(f"{type(model).__name__}, {parameters / 1e6:.1f} million parameters", markup=False)
     with torch.no_grad():
@@ -112,7 +112,7 @@ def run(
     writing = {}
     writer: Any = model
     if new > 1 and writer.can_generate():
-        with console.status("generating"), told("optimize: ", CommandError):
+        with console.status("generating"):
             writing = _written(console, original, writer, examples[0]["input_ids"], new)
     if plan is not None:
         console.print(f"plan saved to {session.plan.save(plan)}", markup=False)

@@ -121,9 +121,9 @@ def _folder(
     import opsmith
     from opsmith.cli import hf
 
-    with told("profile: ", CommandError):
-        model, architecture = hf.load(folder)
-        tokens: dict[str, Any] = dict(hf.tokens(architecture, batch, length, 0))
+    with told("profile: "):
+        model = hf.load(folder)
+        tokens: dict[str, Any] = dict(hf.tokens(model.config, batch, length, 0))
     if dtype is not None and not optimized:
         import torch
 

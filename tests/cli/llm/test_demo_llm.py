@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from opsmith.cli import main
+from opsmith.cli import hf, main
 from opsmith.cli.demo_llm import PROMPTS
 from opsmith.cli.llm import gemma as real
 from opsmith.cli.llm.demo import FORMATS, Demo
@@ -34,7 +34,7 @@ def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     config = transformers.LlamaConfig(**sizes, intermediate_size=64, max_position_embeddings=512)
     model = transformers.LlamaForCausalLM(config).eval()
     monkeypatch.setattr(real, "folder", lambda: tmp_path)
-    monkeypatch.setattr(real, "load", lambda folder: (copy.deepcopy(model), Letters()))
+    monkeypatch.setattr(hf, "load_with_tokenizer", lambda folder: (copy.deepcopy(model), Letters()))
     monkeypatch.setattr(real, "terms", lambda: tmp_path / "terms.html")
 
 

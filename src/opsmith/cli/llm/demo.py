@@ -12,6 +12,7 @@ from rich.table import Table
 
 import opsmith.ops  # the cards register themselves
 from opsmith import measure
+from opsmith.cli import hf
 from opsmith.cli.common import size_of, time_of
 from opsmith.cli.llm import gemma, generator, source
 from opsmith.cli.phases import Phases
@@ -45,7 +46,7 @@ class Demo(Phases):
 
     def _float32(self) -> None:
         """Before and after, with the text on a terminal as it comes, and token by token the same."""
-        model, self.tokenizer = gemma.load(self.folder)
+        model, self.tokenizer = hf.load_with_tokenizer(self.folder)
         before = self._texts("eager", model, show=True)
         self._perplexity("eager", model)
         self._optimize("float32", model)
@@ -62,7 +63,7 @@ class Demo(Phases):
         """The perplexity of a format; and, of some, a text and its speed."""
         gc.collect()
         torch._dynamo.reset()
-        model, _ = gemma.load(self.folder)
+        model, _ = hf.load_with_tokenizer(self.folder)
         if name in SPEAKING:
             self._optimize(name, model)
             self._texts(name, model, show=False)

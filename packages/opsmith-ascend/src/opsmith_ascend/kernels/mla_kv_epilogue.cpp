@@ -78,12 +78,8 @@ class MlaKvEpilogue {
       tableQueue.EnQue(table);
     }
     // The scalar pipe needs the slots when it starts the copies out.
-    DataCopyPad(slotBuf.template Get<I>(), slotGlobal[token],
-                DataCopyExtParams(1, keys.rows * sizeof(I), 0, 0, 0),
-                DataCopyPadExtParams<I>(false, 0, 0, I(0)));
-    const auto event = GetTPipePtr()->FetchEventID(HardEvent::MTE2_S);
-    SetFlag<HardEvent::MTE2_S>(event);
-    WaitFlag<HardEvent::MTE2_S>(event);
+    opsmith::CopyIn(slotBuf.template Get<I>(), slotGlobal[token], opsmith::Line(keys.rows), keys.rows);
+    opsmith::Order<HardEvent::MTE2_S>();
   }
 
   __aicore__ inline void Normalize() {
@@ -123,23 +119,14 @@ class MlaKvEpilogue {
       sin = opsmith::WidenTile(table[pe], room[2 * pe], turned);
     }
     LocalTensor<T> rope = ropeQueue.template AllocTensor<T>();
-    if constexpr (opsmith::kIsFloat<T>) {
-      Rotate(rope, x, cos, sin, room);
-    } else {
-      Rotate(x, x, cos, sin, room);
-      opsmith::NarrowTile(rope, x, turned);
-    }
+    LocalTensor<float> y = x;
+    if constexpr (opsmith::kIsFloat<T>) y = rope;
+    // Sines may take the place of the cosines as they came, which are in another by then.
+    rotary.Turn(y, x, cos, sin, false, room[3 * pe], room[4 * pe], room[pe], turned);
+    opsmith::NarrowTile(rope, y, turned);
     ropeQueue.EnQue(rope);
     aQueue.FreeTensor(a);
     if (t.turn) tableQueue.FreeTensor(table);
-  }
-
-  __aicore__ inline void Rotate(const LocalTensor<float>& y, const LocalTensor<float>& x,
-                                const LocalTensor<float>& cos, const LocalTensor<float>& sin,
-                                const LocalTensor<float>& room) {
-    const uint32_t pe = t.tokensPerTile * t.ropePitch;
-    // Sines may take the place of the cosines as they came, which are in another by then.
-    rotary.Turn(y, x, cos, sin, false, room[3 * pe], room[4 * pe], room[pe], turned);
   }
 
   __aicore__ inline void CopyOut() {

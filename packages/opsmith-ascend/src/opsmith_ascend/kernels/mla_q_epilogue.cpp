@@ -64,10 +64,8 @@ class MlaQEpilogue {
 
   // All tokens through some columns of one head's weight.
   __aicore__ inline void Absorb() {
-    LocalTensor<T> arriving = weightQueue.template AllocTensor<T>();
-    opsmith::CopyIn(arriving, weightGlobal[uint64_t(head) * t.nope * t.kvLora + column], weightTile,
-                    t.kvLora);
-    weightQueue.EnQue(arriving);
+    opsmith::Fetch(weightQueue, weightGlobal[uint64_t(head) * t.nope * t.kvLora + column], weightTile,
+                   t.kvLora);
     LocalTensor<T> weight = weightQueue.template DeQue<T>();
     LocalTensor<float> wide;
     if constexpr (opsmith::kIsFloat<T>) {
@@ -80,10 +78,8 @@ class MlaQEpilogue {
       const LocalTensor<float> q = Queries();
       for (uint32_t r = 0; r < tile.rows; ++r) Multiply(r, q[r * t.nopePitch], wide);
       Finish();
-      LocalTensor<L> out = outQueue.template DeQue<L>();
-      opsmith::CopyOut(outGlobal[(token * t.heads + head) * t.outRow + column], out, tile,
-                       uint64_t(t.heads) * t.outRow);
-      outQueue.FreeTensor(out);
+      opsmith::Leave(outGlobal[(token * t.heads + head) * t.outRow + column], outQueue, tile,
+                     uint64_t(t.heads) * t.outRow);
     }
     weightQueue.FreeTensor(weight);
   }
@@ -91,10 +87,8 @@ class MlaQEpilogue {
   // The tokens' queries of this head in float32, zeros behind them.
   __aicore__ inline LocalTensor<float> Queries() {
     const uint64_t stride = uint64_t(t.heads) * (t.nope + t.rope);
-    LocalTensor<T> arriving = qQueue.template AllocTensor<T>();
-    opsmith::CopyIn(arriving, qGlobal[token * stride + uint64_t(head) * (t.nope + t.rope)],
-                    {tile.rows, t.nope, t.nopePitch}, stride);
-    qQueue.EnQue(arriving);
+    opsmith::Fetch(qQueue, qGlobal[token * stride + uint64_t(head) * (t.nope + t.rope)],
+                   {tile.rows, t.nope, t.nopePitch}, stride);
     LocalTensor<T> q = qQueue.template DeQue<T>();
     const LocalTensor<float> wide = qBuf.template Get<float>();
     if constexpr (opsmith::kIsFloat<T>) {
@@ -148,9 +142,7 @@ class MlaQEpilogue {
   // Some heads of one token, which share their row of the table.
   __aicore__ inline void Turn(const opsmith::Tile& heads) {
     const uint64_t row = token * t.heads + head;
-    LocalTensor<T> arriving = xQueue.template AllocTensor<T>();
-    opsmith::CopyIn(arriving, qGlobal[row * (t.nope + t.rope) + t.nope], heads, t.nope + t.rope);
-    xQueue.EnQue(arriving);
+    opsmith::Fetch(xQueue, qGlobal[row * (t.nope + t.rope) + t.nope], heads, t.nope + t.rope);
     LocalTensor<C> table;
     LocalTensor<float> cos, sin;
     const uint32_t pe = t.headsPerTile * t.ropePitch;
@@ -168,18 +160,14 @@ class MlaQEpilogue {
     LocalTensor<T> x = xQueue.template DeQue<T>();
     const LocalTensor<float> wide = opsmith::WidenTile(x, room, heads);
     LocalTensor<T> y = ropeQueue.template AllocTensor<T>();
-    if constexpr (opsmith::kIsFloat<T>) {
-      rotary.Turn(y, wide, cos, sin, true, room[pe], rows[2 * t.ropePitch], rows[3 * t.ropePitch], heads);
-    } else {
-      rotary.Turn(wide, wide, cos, sin, true, room[pe], rows[2 * t.ropePitch], rows[3 * t.ropePitch], heads);
-      opsmith::NarrowTile(y, wide, heads);
-    }
+    LocalTensor<float> turned = wide;
+    if constexpr (opsmith::kIsFloat<T>) turned = y;
+    rotary.Turn(turned, wide, cos, sin, true, room[pe], rows[2 * t.ropePitch], rows[3 * t.ropePitch], heads);
+    opsmith::NarrowTile(y, turned, heads);
     xQueue.FreeTensor(x);
     if (t.turn) tableQueue.FreeTensor(table);
     ropeQueue.EnQue(y);
-    LocalTensor<T> out = ropeQueue.template DeQue<T>();
-    opsmith::CopyOut(ropeGlobal[row * t.ropeRow], out, heads, t.ropeRow);
-    ropeQueue.FreeTensor(out);
+    opsmith::Leave(ropeGlobal[row * t.ropeRow], ropeQueue, heads, t.ropeRow);
   }
 
   MlaQEpilogueTilingData t;

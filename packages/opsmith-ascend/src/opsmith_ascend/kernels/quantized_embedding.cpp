@@ -35,7 +35,7 @@ class QuantizedEmbedding {
               uint32_t(opsmith::Min(t.columnsPerTile, t.columns - column)), t.pitch};
       CopyIn();
       Compute();
-      CopyOut();
+      opsmith::Leave(yGlobal[token * t.columns + column], yQueue, tile, t.columns);
     }
   }
 
@@ -43,11 +43,8 @@ class QuantizedEmbedding {
   // The scalar pipe reads the ids and starts a copy for each row and its scale; the copies are many in flight.
   __aicore__ inline void CopyIn() {
     const LocalTensor<I> ids = idBuf.template Get<I>();
-    DataCopyPad(ids, idGlobal[token], DataCopyExtParams(1, tile.rows * sizeof(I), 0, 0, 0),
-                DataCopyPadExtParams<I>(false, 0, 0, I(0)));
-    const auto event = GetTPipePtr()->FetchEventID(HardEvent::MTE2_S);
-    SetFlag<HardEvent::MTE2_S>(event);
-    WaitFlag<HardEvent::MTE2_S>(event);
+    opsmith::CopyIn(ids, idGlobal[token], opsmith::Line(tile.rows), tile.rows);
+    opsmith::Order<HardEvent::MTE2_S>();
     LocalTensor<int8_t> rows = rowQueue.template AllocTensor<int8_t>();
     LocalTensor<float> scales = scaleQueue.template AllocTensor<float>();
     const DataCopyExtParams row(1, tile.size, 0, 0, 0), number(1, sizeof(float), 0, 0, 0);
@@ -90,12 +87,6 @@ class QuantizedEmbedding {
         Cast(y[r * t.pitch], wide[r * t.pitch], RoundMode::CAST_RINT, count);
     }
     yQueue.EnQue(y);
-  }
-
-  __aicore__ inline void CopyOut() {
-    LocalTensor<T> y = yQueue.template DeQue<T>();
-    opsmith::CopyOut(yGlobal[token * t.columns + column], y, tile, t.columns);
-    yQueue.FreeTensor(y);
   }
 
   QuantizedEmbeddingTilingData t;

@@ -58,19 +58,14 @@ class RmsNormQuant {
     for (uint64_t i = first; i < last; ++i) {
       row = i * t.rowsPerTile;
       tile.rows = uint32_t(opsmith::Min(t.rowsPerTile, t.rows - row));
-      CopyIn();
+      opsmith::Fetch(xQueue, xGlobal[row * t.stride], tile, t.stride);
       Compute();
-      CopyOut();
+      opsmith::Leave(qGlobal[row * t.columns], qQueue, tile, t.columns);
+      if (!t.fixed) opsmith::Leave(sGlobal[row], sQueue, opsmith::Line(tile.rows), tile.rows);
     }
   }
 
  private:
-  __aicore__ inline void CopyIn() {
-    LocalTensor<T> x = xQueue.template AllocTensor<T>();
-    opsmith::CopyIn(x, xGlobal[row * t.stride], tile, t.stride);
-    xQueue.EnQue(x);
-  }
-
   __aicore__ inline void Compute() {
     LocalTensor<T> x = xQueue.template DeQue<T>();
     const LocalTensor<float> wide = opsmith::WidenTile(x, values, tile);
@@ -105,16 +100,6 @@ class RmsNormQuant {
     LocalTensor<int8_t> q = qQueue.template AllocTensor<int8_t>();
     opsmith::ToInt8(q, values, count);
     qQueue.EnQue(q);
-  }
-
-  __aicore__ inline void CopyOut() {
-    LocalTensor<int8_t> q = qQueue.template DeQue<int8_t>();
-    opsmith::CopyOut(qGlobal[row * t.columns], q, tile, t.columns);
-    qQueue.FreeTensor(q);
-    if (t.fixed) return;
-    LocalTensor<float> s = sQueue.template DeQue<float>();
-    opsmith::CopyOut(sGlobal[row], s, opsmith::Line(tile.rows), tile.rows);
-    sQueue.FreeTensor(s);
   }
 
   RmsNormQuantTilingData t;

@@ -50,7 +50,7 @@ class Rope {
       column = p[row].template ReinterpretCast<uint32_t>();
       sign = p[2 * row].template ReinterpretCast<float>();
       opsmith::FindPartners(p, sign, t.dims, false, t.dims);
-      FindColumns(p[row]);
+      opsmith::FindColumns(p[row], tableSpare, t.dims, wideTable ? half_ : 0, t.dims);
     }
   }
 
@@ -75,22 +75,6 @@ class Rope {
   }
 
  private:
-  // For element i of an interleaved row: where its column of the table lies, in bytes.
-  __aicore__ inline void FindColumns(const LocalTensor<int32_t>& columns) {
-    const uint32_t n = t.dims;
-    CreateVecIndex(columns, 0, n);
-    ShiftRight(columns, columns, 1, n);
-    Muls(columns, columns, int32_t(sizeof(float)), n);
-    if (wideTable) {  // the second of a pair has its column in the second half
-      const LocalTensor<float> shift = tableSpare;
-      Adds(shift, sign, 1.0f, n);
-      Muls(shift, shift, 0.5f * half_ * sizeof(float), n);
-      const LocalTensor<int32_t> bytes = cosWide.ReinterpretCast<int32_t>();
-      Cast(bytes, shift, RoundMode::CAST_RINT, n);
-      Add(columns, columns, bytes, n);
-    }
-  }
-
   __aicore__ inline void LoadTables(uint64_t batch, uint64_t token, uint32_t tokens) {
     FetchTable(cosGlobal, batch, token, tokens);
     FetchTable(sinGlobal, batch, token, tokens);
@@ -101,13 +85,9 @@ class Rope {
     sinRow = Spread(sinHeld, sinWide);
     if (t.interleaved)
       for (uint32_t r = 0; r < tokens; ++r) Mul(sinRow[r * step], sinRow[r * step], sign, int32_t(t.dims));
-    if constexpr (!opsmith::kIsFloat<C>) FreeTables();
   }
 
   __aicore__ inline void DropTables() {
-    if constexpr (opsmith::kIsFloat<C>) FreeTables();
-  }
-  __aicore__ inline void FreeTables() {
     tableQueue.FreeTensor(cosHeld);
     tableQueue.FreeTensor(sinHeld);
   }

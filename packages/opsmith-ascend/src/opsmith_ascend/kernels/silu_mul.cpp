@@ -29,58 +29,39 @@ class SiluMul {
       column = i % across * t.columnsPerTile;
       tile = opsmith::RowsOf<T>(opsmith::Min(t.rowsPerTile, t.rows - row),
                                 opsmith::Min(t.columnsPerTile, t.columns - column));
-      CopyIn(gateQueue, gateGlobal);
-      CopyIn(upQueue, upGlobal);
+      opsmith::Fetch(gateQueue, gateGlobal[row * t.stride + column], tile, t.stride);
+      opsmith::Fetch(upQueue, upGlobal[row * t.stride + column], tile, t.stride);
       Compute(tile.rows * tile.width);
-      CopyOut();
+      opsmith::Leave(yGlobal[row * t.columns + column], yQueue, tile, t.columns);
     }
   }
 
  private:
-  using Queue = TQue<TPosition::VECIN, opsmith::kBufferNum>;
-
-  __aicore__ inline void CopyIn(Queue& queue, const GlobalTensor<T>& from) {
-    LocalTensor<T> to = queue.template AllocTensor<T>();
-    opsmith::CopyIn(to, from[row * t.stride + column], tile, t.stride);
-    queue.EnQue(to);
-  }
-
   __aicore__ inline void Compute(uint32_t count) {
     LocalTensor<T> gate = gateQueue.template DeQue<T>();
-    LocalTensor<float> spare = wide.template Get<float>();
-    LocalTensor<float> g = opsmith::Widen(gate, spare[opsmith::kIsFloat<T> ? 0 : length], count);
+    const LocalTensor<float> spare = wide.template Get<float>();
+    const LocalTensor<float> room = spare[opsmith::kIsFloat<T> ? 0 : length];
+    const LocalTensor<float> g = opsmith::Widen(gate, room, count);
     // silu(g) = g / (1 + exp(-g)); where the exponential overflows, this is 0 as it should be.
     Muls(spare, g, -1.0f, count);
     Exp(spare, spare, count);
     Adds(spare, spare, 1.0f, count);
-    LocalTensor<T> y = yQueue.template AllocTensor<T>();
+    Div(spare, g, spare, count);
+    gateQueue.FreeTensor(gate);
+    LocalTensor<T> up = upQueue.template DeQue<T>(), y = yQueue.template AllocTensor<T>();
     if constexpr (opsmith::kIsFloat<T>) {
-      Div(spare, g, spare, count);
-      gateQueue.FreeTensor(gate);
-      LocalTensor<T> up = upQueue.template DeQue<T>();
       Mul(y, spare, up, count);
-      upQueue.FreeTensor(up);
     } else {
-      gateQueue.FreeTensor(gate);
-      Div(g, g, spare, count);
-      LocalTensor<T> up = upQueue.template DeQue<T>();
-      Cast(spare, up, RoundMode::CAST_NONE, count);
-      upQueue.FreeTensor(up);
-      Mul(g, g, spare, count);
-      Cast(y, g, RoundMode::CAST_RINT, count);
+      Mul(spare, spare, opsmith::Widen(up, room, count), count);
+      Cast(y, spare, RoundMode::CAST_RINT, count);
     }
+    upQueue.FreeTensor(up);
     yQueue.EnQue(y);
-  }
-
-  __aicore__ inline void CopyOut() {
-    LocalTensor<T> y = yQueue.template DeQue<T>();
-    opsmith::CopyOut(yGlobal[row * t.columns + column], y, tile, t.columns);
-    yQueue.FreeTensor(y);
   }
 
   SiluMulTilingData t;
   GlobalTensor<T> gateGlobal, upGlobal, yGlobal;
-  Queue gateQueue, upQueue;
+  TQue<TPosition::VECIN, opsmith::kBufferNum> gateQueue, upQueue;
   TQue<TPosition::VECOUT, opsmith::kBufferNum> yQueue;
   TBuf<TPosition::VECCALC> wide;
   opsmith::Tile tile;

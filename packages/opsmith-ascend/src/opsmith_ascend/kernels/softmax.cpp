@@ -103,9 +103,7 @@ class Softmax {
   __aicore__ inline void Arrive(uint32_t column) {
     tile = RowsOf<T>(opsmith::Min(t.rowsPerTile, t.rows - row),
                      opsmith::Min(t.columnsPerTile, t.columns - column));
-    LocalTensor<T> x = inQueue.template AllocTensor<T>();
-    CopyIn(x, xGlobal[row * t.columns + column], tile, t.columns);
-    inQueue.EnQue(x);
+    Fetch(inQueue, xGlobal[row * t.columns + column], tile, t.columns);
     if (!t.mask) return;
     LocalTensor<T> m = inQueue.template AllocTensor<T>();
     for (uint32_t r = 0; r < tile.rows; ++r) {
@@ -162,9 +160,7 @@ class Softmax {
     if constexpr (!kIsFloat<T>) Cast(y, v, RoundMode::CAST_RINT, tile.rows * tile.width);
     Drop();
     outQueue.EnQue(y);
-    y = outQueue.template DeQue<T>();
-    CopyOut(yGlobal[row * t.columns + column], y, tile, t.columns);
-    outQueue.FreeTensor(y);
+    Leave(yGlobal[row * t.columns + column], outQueue, tile, t.columns);
   }
 
   SoftmaxTilingData t;

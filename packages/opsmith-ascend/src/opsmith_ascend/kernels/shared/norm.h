@@ -48,7 +48,7 @@ class Norm {
     const uint64_t tiles = CeilDiv(t.rows, t.rowsPerTile);
     const uint64_t first = tiles * AscendC::GetBlockIdx() / t.blocks;
     const uint64_t last = tiles * (AscendC::GetBlockIdx() + 1) / t.blocks;
-    if (whole) Fetch(0, t.columns);
+    if (whole) FetchVectors(0, t.columns);
     for (uint64_t i = first; i < last; ++i) {
       row = i * t.rowsPerTile;
       Rows();
@@ -72,7 +72,7 @@ class Norm {
     InverseRoot();
     for (uint32_t c = 0; c < t.columns; c += t.columnsPerTile) {
       Arrive(c);
-      Fetch(c, tile.size);
+      FetchVectors(c, tile.size);
       const Floats v = Load(c, false);
       if constexpr (kCenter) Apply<Minus>(v, Whole(v, tile), PerRow(mean, blocks, tile), tile);
       Finish(v, c);
@@ -110,13 +110,8 @@ class Norm {
   __aicore__ inline void Arrive(uint32_t column) {
     tile = RowsOf<T>(Min(t.rowsPerTile, t.rows - row), Min(t.columnsPerTile, t.columns - column));
     const uint64_t at = row * t.columns + column;
-    CopyOne(xGlobal[at]);
-    if (t.residual) CopyOne(residualGlobal[at]);
-  }
-  __aicore__ inline void CopyOne(const GlobalTensor<T>& from) {
-    LocalTensor<T> to = inQueue.template AllocTensor<T>();
-    CopyIn(to, from, tile, t.columns);
-    inQueue.EnQue(to);
+    Fetch(inQueue, xGlobal[at], tile, t.columns);
+    if (t.residual) Fetch(inQueue, residualGlobal[at], tile, t.columns);
   }
 
   // x, or x + residual, in float32; `store` writes the sum out too. What float32 tensors hold is worked on where the
@@ -136,7 +131,8 @@ class Norm {
           AscendC::DataCopy(s, v, n);
         else
           AscendC::Cast(s, v, RoundMode::CAST_RINT, n);
-        Leave(summedGlobal, s, column);
+        outQueue.EnQue(s);
+        Leave(summedGlobal[row * t.columns + column], outQueue, tile, t.columns);
       }
     }
     return v;
@@ -179,25 +175,17 @@ class Norm {
     if (t.bias) Apply<Plus>(last, Whole(v, tile), Columns(Widen(bias, other, tile.size)), tile);
     if constexpr (!kIsFloat<T>) AscendC::Cast(y, v, RoundMode::CAST_RINT, n);
     Drop();
-    Leave(yGlobal, y, column);
-  }
-
-  __aicore__ inline void Leave(const GlobalTensor<T>& to, const LocalTensor<T>& made, uint32_t column) {
-    outQueue.EnQue(made);
-    LocalTensor<T> ready = outQueue.template DeQue<T>();
-    CopyOut(to[row * t.columns + column], ready, tile, t.columns);
-    outQueue.FreeTensor(ready);
+    outQueue.EnQue(y);
+    Leave(yGlobal[row * t.columns + column], outQueue, tile, t.columns);
   }
 
   // weight and bias of some columns
-  __aicore__ inline void Fetch(uint32_t column, uint32_t columns) {
+  __aicore__ inline void FetchVectors(uint32_t column, uint32_t columns) {
     if (t.weight) weight = FetchOne(weightGlobal[column], columns);
     if (t.bias) bias = FetchOne(biasGlobal[column], columns);
   }
   __aicore__ inline LocalTensor<W> FetchOne(const GlobalTensor<W>& from, uint32_t columns) {
-    LocalTensor<W> v = vectorQueue.template AllocTensor<W>();
-    CopyIn(v, from, Line(columns), columns);
-    vectorQueue.EnQue(v);
+    Fetch(vectorQueue, from, Line(columns), columns);
     return vectorQueue.template DeQue<W>();
   }
   __aicore__ inline void Release() {

@@ -26,17 +26,7 @@ class Rotary {
       AscendC::Duplicate(signs, 1.0f, pitch);
       return;
     }
-    if (interleaved) {  // the number of the table at i / 2, the second ones' behind the first ones'
-      const LocalTensor<int32_t> index = signs.ReinterpretCast<int32_t>();
-      AscendC::CreateVecIndex(index, 0, pitch);
-      AscendC::ShiftRight(places, index, 1, pitch);
-      AscendC::Muls(partners, places, -2, pitch);
-      AscendC::Add(partners, partners, index, pitch);  // i % 2
-      AscendC::Muls(partners, partners, int32_t(width / 2), pitch);
-      AscendC::Add(places, places, partners, pitch);
-      AscendC::Mins(places, places, int32_t(width) - 1, pitch);
-      AscendC::Muls(places, places, int32_t(sizeof(float)), pitch);
-    }
+    if (interleaved) FindColumns(places, signs, width, width / 2, pitch);
     FindPartners(partners, signs, width, !interleaved, pitch);
     for (uint32_t r = 1; r < rows; ++r) {
       AscendC::Adds(partners[r * pitch], partners, int32_t(r * pitch * sizeof(float)), pitch);

@@ -18,6 +18,22 @@ __aicore__ inline Tile RowsOf(uint32_t rows, uint32_t size) {
   return Tile(rows, size, Padded<T>(size));
 }
 
+// A tile on its way from global memory into a queue.
+template <typename T, class Queue>
+__aicore__ inline void Fetch(Queue& queue, const GlobalTensor<T>& from, const Tile& tile, uint64_t stride) {
+  LocalTensor<T> to = queue.template AllocTensor<T>();
+  CopyIn(to, from, tile, stride);
+  queue.EnQue(to);
+}
+
+// And one out of a queue, where it is whole.
+template <typename T, class Queue>
+__aicore__ inline void Leave(const GlobalTensor<T>& to, Queue& queue, const Tile& tile, uint64_t stride) {
+  LocalTensor<T> from = queue.template DeQue<T>();
+  CopyOut(to, from, tile, stride);
+  queue.FreeTensor(from);
+}
+
 // float32 of what a queue brought: the tensor itself where it holds float32, else a conversion into `room`.
 template <typename T>
 __aicore__ inline Floats Widen(const LocalTensor<T>& from, const Floats& room, uint32_t count) {
@@ -83,6 +99,21 @@ __aicore__ inline void OverRootMeanSquares(const Floats& to, const Floats& x, co
   AscendC::Adds(numbers, numbers, eps, t.rows);
   AscendC::Sqrt(numbers, numbers, t.rows);
   Apply<Over>(to, Whole(x, t), PerRow(numbers, blocks, t), t);
+}
+
+// For each of n elements of a row of neighbors: where its number stands in a table, in bytes: at i / 2, and that of the
+// second one of a pair so much further `behind`.
+__aicore__ inline void FindColumns(const LocalTensor<int32_t>& columns, const Floats& room, uint32_t size,
+                                   uint32_t behind, uint32_t n) {
+  const LocalTensor<int32_t> second = room.ReinterpretCast<int32_t>();
+  AscendC::CreateVecIndex(second, 0, n);
+  AscendC::ShiftRight(columns, second, 1, n);
+  AscendC::Sub(second, second, columns, n);
+  AscendC::Sub(second, second, columns, n);  // i % 2
+  AscendC::Muls(second, second, int32_t(behind), n);
+  AscendC::Add(columns, columns, second, n);
+  AscendC::Mins(columns, columns, int32_t(size) - 1, n);  // behind the row anything that is there will do
+  AscendC::Muls(columns, columns, int32_t(sizeof(float)), n);
 }
 
 // Rounds float32 to integers, to even in the middle, within int8's range; `values` is spent.

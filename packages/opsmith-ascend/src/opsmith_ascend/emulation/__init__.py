@@ -233,14 +233,6 @@ def _camel(stem: str) -> str:
     return "".join(part.capitalize() for part in stem.split("_"))
 
 
-@functools.lru_cache(maxsize=256)
-def _opened(path: Path) -> ctypes.CDLL:
-    library = ctypes.CDLL(str(path))
-    library.opsmith_launch.restype = ctypes.c_char_p
-    library.opsmith_launch.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_char_p]
-    return library
-
-
 def _folders(source: Path) -> tuple[Path, ...]:
     return tuple(dict.fromkeys([HEADERS, source.parent.absolute(), SHARED]))
 
@@ -279,8 +271,13 @@ def _built(
         name = f"emulated_{entry}_{hashlib.sha256(' '.join(defines).encode()).hexdigest()[:6]}"
         # The core is one object for all kernels: its key has nothing of theirs.
         units = [host, HEADERS / "core.cpp"]
-        emulated = build.Library(name, units, include_dirs=folders, flags=_FLAGS, tier="portable")
-        return _opened(*build.build_libraries([emulated]))
+        include = [*folders, Path(build.__file__).parent]  # cpu/types.h
+        emulated = build.Library(name, units, include_dirs=include, flags=_FLAGS, tier="portable")
+        (built,) = build.build_libraries([emulated])
+    library = ctypes.CDLL(str(built))
+    library.opsmith_launch.restype = ctypes.c_char_p
+    library.opsmith_launch.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_char_p]
+    return library
 
 
 def _tile(

@@ -5,60 +5,20 @@
 #include <cstdint>
 #include <cstring>
 
-namespace AscendC::emulation {
-
-inline uint32_t bits_of(float value) {
-  uint32_t bits;
-  std::memcpy(&bits, &value, 4);
-  return bits;
-}
-
-inline float float_of(uint32_t bits) {
-  float value;
-  std::memcpy(&value, &bits, 4);
-  return value;
-}
-
-// The nearest 16-bit number with `mantissa` bits after the point; to even in the middle.
-inline uint16_t half_bits(float value) {
-  const uint32_t bits = bits_of(value), sign = (bits >> 16) & 0x8000u, magnitude = bits & 0x7fffffffu;
-  if (magnitude > 0x7f800000u) return uint16_t(sign | 0x7e00u);          // NaN
-  if (magnitude >= 0x477ff000u) return uint16_t(sign | 0x7c00u);  // 65520 and above round to infinity
-  if (magnitude < 0x38800000u) {  // subnormal: units of 2^-24
-    const float units = float_of(magnitude) * 16777216.0f;
-    return uint16_t(sign | uint32_t(std::nearbyint(units)));
-  }
-  const uint32_t rounded = magnitude + 0xfffu + ((magnitude >> 13) & 1u);
-  return uint16_t(sign | ((rounded - 0x38000000u) >> 13));
-}
-
-inline float half_value(uint16_t half) {
-  const uint32_t sign = uint32_t(half & 0x8000u) << 16, rest = half & 0x7fffu;
-  if (rest >= 0x7c00u) return float_of(sign | 0x7f800000u | ((rest & 0x3ffu) << 13));
-  if (rest < 0x400u) return (sign ? -1.0f : 1.0f) * float(rest) / 16777216.0f;
-  return float_of(sign | ((rest << 13) + 0x38000000u));
-}
-
-inline uint16_t bfloat16_bits(float value) {
-  const uint32_t bits = bits_of(value);
-  if ((bits & 0x7fffffffu) > 0x7f800000u) return uint16_t((bits >> 16) | 0x40u);  // NaN
-  return uint16_t((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
-}
-
-}  // namespace AscendC::emulation
+#include "cpu/types.h"  // of the core: how numbers of 16 bits are made float, and rounded
 
 struct half {
   uint16_t bits;
   half() = default;
-  explicit half(float value) : bits(AscendC::emulation::half_bits(value)) {}
-  operator float() const { return AscendC::emulation::half_value(bits); }
+  explicit half(float value) : bits(opsmith::from_float<opsmith::float16>(value).bits) {}
+  operator float() const { return opsmith::to_float(opsmith::float16{bits}); }
 };
 
 struct bfloat16_t {
   uint16_t bits;
   bfloat16_t() = default;
-  explicit bfloat16_t(float value) : bits(AscendC::emulation::bfloat16_bits(value)) {}
-  operator float() const { return AscendC::emulation::float_of(uint32_t(bits) << 16); }
+  explicit bfloat16_t(float value) : bits(opsmith::from_float<opsmith::bfloat16>(value).bits) {}
+  operator float() const { return opsmith::to_float(opsmith::bfloat16{bits}); }
 };
 
 enum pipe_t : uint8_t { PIPE_S, PIPE_V, PIPE_MTE2, PIPE_MTE3, PIPE_ALL };

@@ -18,7 +18,7 @@ from opsmith.kernels.triton.ahead import TARGETS, Ahead
 from opsmith.measure.pool import tensors_of
 from opsmith.operator import Make, Operator, Sample
 
-__all__ = ["FEW", "run", "take_the_cpus_place", "walk"]
+__all__ = ["FEW", "run", "take_the_cpus_place", "walk", "walk_project"]
 
 FEW = 3  # variants of a kernel for a GPU
 
@@ -57,6 +57,16 @@ def walk(cards: Iterable[Operator], ahead: Ahead, targets: Mapping[torch.dtype, 
     return stopped
 
 
+def walk_project(folder: str, ahead: Ahead) -> list[str]:
+    """The same for a project's cards, each in its own dtypes."""
+    from opsmith.authoring.project import cards_of, load
+
+    stopped = []
+    for card in cards_of(load(folder)):
+        stopped += walk([card], ahead, {d: TARGETS.get(d, TARGETS[torch.bfloat16]) for d in card.dtypes})
+    return stopped
+
+
 def take_the_cpus_place(ahead: Ahead) -> None:
     """From here on, a call of an operator on this CPU launches Triton kernels, which go to `ahead`. Before the
     operators are imported, which is when they learn where their kernels run."""
@@ -69,12 +79,7 @@ def main(folder: str, name: str) -> None:
     """Compile what the project's card launches, in the place of the CPU's kernels."""
     ahead = Ahead(FEW)
     take_the_cpus_place(ahead)
-    from opsmith.authoring.project import cards_of, load
-
-    stopped = []
-    for card in cards_of(load(folder)):
-        targets = {dtype: TARGETS.get(dtype, TARGETS[torch.bfloat16]) for dtype in card.dtypes}
-        stopped += walk([card], ahead, targets)
+    stopped = walk_project(folder, ahead)
     wrong = [text for text in ahead.compiled.values() if text]
     if not ahead.compiled:
         wrong = stopped or [

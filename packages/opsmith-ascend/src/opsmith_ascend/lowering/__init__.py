@@ -17,6 +17,7 @@ from typing import Any
 
 import opsmith
 import opsmith_ascend
+from opsmith.authoring.project import answer_of
 from opsmith.kernels.compiler import BuildError
 
 __all__ = ["Lowered", "environment", "lower", "report", "table"]
@@ -100,18 +101,11 @@ def _lowered(kernel: str, answers: list[dict[str, Any]]) -> Lowered:
 
 def _recorded(folder: Path | None) -> list[dict[str, Any]]:
     """What the samples' calls would launch, recorded in a process of this environment."""
-    variables = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    command = [
-        sys.executable,
-        "-m",
-        "opsmith_ascend.lowering.record",
-        *([str(folder.resolve())] if folder else []),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=variables, cwd=sys.prefix)
-    if done.returncode or not done.stdout.strip():
-        tail = "\n".join(done.stderr.strip().splitlines()[-6:])
-        raise BuildError(f"opsmith: no launch of a Triton kernel was recorded:\n{tail}", done.stderr)
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    found, said = answer_of("opsmith_ascend.lowering.record", *([str(folder.resolve())] if folder else []))
+    if not found:
+        tail = "\n".join(said.strip().splitlines()[-6:])
+        raise BuildError(f"opsmith: no launch of a Triton kernel was recorded:\n{tail}", said)
+    return list(found)
 
 
 def _answers(python: Path, variants: list[dict[str, Any]]) -> list[dict[str, Any]]:

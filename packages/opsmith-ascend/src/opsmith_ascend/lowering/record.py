@@ -1,4 +1,4 @@
-"""Run as a program: prints what a project's samples, or the library's, would launch of Triton kernels, as JSON lines.
+"""Run as a program: prints what a project's samples, or the library's, would launch of Triton kernels, as JSON.
 
     python -m opsmith_ascend.lowering.record [FOLDER]
 
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import triton.language as tl
 
-from opsmith.authoring.project.triton_check import take_the_cpus_place, walk
+from opsmith.authoring.project.triton_check import take_the_cpus_place, walk, walk_project
 from opsmith.kernels.triton.ahead import TARGETS, Ahead, Variant
 
 # Ascend's vector units compute in float32 and float16; bfloat16 they load and store. Two variants a dtype.
@@ -35,15 +35,8 @@ def main(folder: str | None = None) -> None:
 
         walk(registry().values(), ahead, _TARGETS)
     else:
-        from opsmith.authoring.project import cards_of, load
-
-        for card in cards_of(load(folder)):
-            targets: dict[torch.dtype, Any] = {
-                d: TARGETS.get(d, TARGETS[torch.bfloat16]) for d in card.dtypes
-            }
-            walk([card], ahead, targets)
-    for variant in launched:
-        print(json.dumps(_described(variant)))
+        walk_project(folder, ahead)
+    print(json.dumps([_described(variant) for variant in launched]))
 
 
 def _described(variant: Variant) -> dict[str, Any]:

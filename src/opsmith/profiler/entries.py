@@ -26,18 +26,9 @@ from opsmith.proof.replay import spell
 
 Estimate = tuple[Cost | None, str]  # a cost where one is known, and what went wrong in a card's formula
 
-_OF_KIND = {
-    Kind.MATMUL: data.MATMUL,
-    Kind.ATTENTION: data.ATTENTION,
-    Kind.NORM: data.NORM,
-    Kind.ROPE: data.ROPE,
-    Kind.EMBEDDING: data.EMBEDDING,
-    Kind.SOFTMAX: data.SOFTMAX,
-    Kind.ACTIVATION: data.ACTIVATION,
-    Kind.CACHE: data.COPIES,
-    Kind.LOSS: data.LOSS,
-    Kind.MLA: data.ATTENTION,
-}
+# Classes are called as kinds are, but for these two.
+_OTHERS = {Kind.CACHE: data.COPIES, Kind.MLA: data.ATTENTION}
+_OF_KIND: dict[Kind, str] = {kind: _OTHERS.get(kind) or getattr(data, kind.name) for kind in Kind}
 
 
 def kind_of(name: str) -> str | None:

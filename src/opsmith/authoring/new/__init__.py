@@ -117,8 +117,8 @@ def _operator(p: Project) -> dict[str, object]:
     return {
         "body": body,
         "rotations": ", ".join(r for r in ("rotate_half", "rotate_interleaved") if f"{r}(" in body),
-        "kernel_inputs": {n: p.sizes(s) for n, s in p.kernel_inputs.items()},
-        "outputs": {n: p.sizes(s) for n, s in p.formula.shapes.items()},
+        "kernel_inputs": {n: " ".join(map(str, s)) for n, s in p.kernel_inputs.items()},
+        "outputs": {n: " ".join(map(str, s)) for n, s in p.formula.shapes.items()},
         "truths": {n: "bool" for n in p.shapes if n in p.formula.truths},
         "strings": lambda d: "{" + ", ".join(f'"{k}": "{v}"' for k, v in d.items()) + "}",
         "attributes": "{" + ", ".join(f'"{n}": {v!r}' for n, v in p.formula.attributes.items()) + "}",

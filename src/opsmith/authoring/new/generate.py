@@ -296,10 +296,6 @@ class Project:
         types = list(column.values())
         return types[0] if len(set(types)) == 1 else " ".join(types)
 
-    def sizes(self, shape: Shape) -> str:
-        """`B H L D`"""
-        return " ".join(map(str, shape))
-
     @cached_property
     def reference_lines(self) -> list[str]:
         """The body of `reference`."""

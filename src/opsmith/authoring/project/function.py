@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -247,7 +248,7 @@ class ProjectCall(Call):
             return str(wrong)
         return self.kernels.offers(backend)
 
-    def implementations(self, **more: Any) -> list[Implementation]:
+    def implementations(self) -> list[Implementation]:
         """One for each back end that the project has kernels for."""
 
         def on(backend: str, name: str, device: str) -> Implementation:
@@ -256,12 +257,8 @@ class ProjectCall(Call):
                 self.check(given)
                 return self.native(backend, given, out)
 
-            def supports(*args: Any, **kwargs: Any) -> Supports:
-                return self.supports(backend, *args, **kwargs)
-
-            return Implementation(
-                name, fn, device, supports, lambda: self.kernels.offers(backend), takes_out=True
-            )
+            supports, offers = partial(self.supports, backend), partial(self.kernels.offers, backend)
+            return Implementation(name, fn, device, supports, offers, takes_out=True)
 
         devices = {"cpu": ("native", "cpu"), "triton": ("triton", triton.DEVICE), "cuda": ("cuda", "cuda")}
         devices |= {one.name: (one.name, one.device) for one in backends.installed().values()}

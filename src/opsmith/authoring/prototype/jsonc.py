@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from typing import Any
 
 __all__ = ["Path", "PrototypeError", "parse", "shown"]
@@ -96,7 +97,7 @@ class _Parser:
 
     def pairs(self, path: Path) -> dict[str, Any]:
         result: dict[str, Any] = {}
-        while not self.take("}"):
+        for _ in self.members("}"):
             key = self.string('a field name in double quotes, or "}"')
             if key in result:
                 raise PrototypeError(
@@ -106,21 +107,22 @@ class _Parser:
             if not self.take(":"):
                 raise self.wrong('":"')
             result[key] = self.value((*path, key))
-            if not self.take(","):
-                if self.take("}"):
-                    break
-                raise self.wrong('"," or "}"')
         return result
 
     def items(self, path: Path) -> list[Any]:
         result: list[Any] = []
-        while not self.take("]"):
+        for _ in self.members("]"):
             result.append(self.value((*path, len(result))))
-            if not self.take(","):
-                if self.take("]"):
-                    break
-                raise self.wrong('"," or "]"')
         return result
+
+    def members(self, end: str) -> Iterator[None]:
+        """Stops before each member of an object or of a list; a comma may stand behind the last one."""
+        while not self.take(end):
+            yield
+            if not self.take(","):
+                if not self.take(end):
+                    raise self.wrong(f'"," or "{end}"')
+                return
 
 
 def shown(path: Path) -> str:

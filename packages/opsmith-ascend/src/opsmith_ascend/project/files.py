@@ -15,13 +15,13 @@ from opsmith.authoring.new.generate import Project
 from opsmith.authoring.prototype import PrototypeError
 from opsmith_ascend import SHARED
 from opsmith_ascend.project.lower import (
+    BYTES,
     COLUMNS,
     FUNCTIONS,
     INSTRUCTIONS,
     NUMBER,
     ROWS,
     TILE,
-    Phase,
     Unsupported,
     Vectors,
 )
@@ -31,7 +31,6 @@ __all__ = ["write"]
 _TEMPLATES = Path(__file__).parent / "templates"
 COPIED = [*sorted(SHARED.glob("formula*.h")), SHARED / "tiling.h"]
 _DT = {"float32": "DT_FLOAT", "bfloat16": "DT_BF16", "float16": "DT_FLOAT16", "bool": "DT_BOOL"}
-_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "bool": 1}
 _ROW_BYTES = 1024  # of a value of each row: 256 floats
 _OF_STATISTIC = {"RowSum": 2, "RowMax": 2, "RowMin": 2, "RowMoments": 4, "RowOnline": 3}  # values of each row
 
@@ -52,12 +51,18 @@ class Ascend(Vectors):
         self.tile_inputs, self.column_inputs, self.row_inputs, self.number_inputs = (
             [n for n in self.read if self.forms[n] == form] for form in (TILE, COLUMNS, ROWS, NUMBER)
         )
-        self.full, self.row_outputs = (
-            [o.name for o in self.plan.outputs if o.extent == extent] for extent in (FULL, ROW)
-        )
+        room = {TILE: "elements", COLUMNS: "columns", ROWS: "kMostRows", FULL: "elements", ROW: "kMostRows"}
+        extents = {o.name: o.extent for o in sorted(self.plan.outputs, key=lambda o: o.extent)}
+        inputs = {n: self.forms[n] for n in (*self.tile_inputs, *self.column_inputs, *self.row_inputs)}
+        # The local memory of each tensor's queue, in elements.
+        self.rooms = [(n, room[form]) for n, form in (inputs | extents).items()]
         self.outputs = [o.name for o in self.plan.outputs]
         self.tensors = [*self.read, *self.outputs]
+        self.attributes = list(self.plan.attributes)
         self.combinations = self._combinations()
+        self.walks = [phase for phase in self.phases if phase.body]  # over tiles
+        self.scratch_tile = any(s in ("RowMoments", "RowOnline") for s in self.statistics.values())
+        self.blocks = self.across or self.scratch_tile  # whether numbers of rows meet tiles
 
     # Types and formats
 
@@ -162,15 +167,6 @@ class Ascend(Vectors):
         types = {c[name] for c in self.p.kernel_columns}
         return "6" if types == {"bool"} else f"({size} < 4 ? 4 : 0)"
 
-    @cached_property
-    def scratch_tile(self) -> bool:
-        return any(s in ("RowMoments", "RowOnline") for s in self.statistics.values())
-
-    @cached_property
-    def blocks(self) -> bool:
-        """Whether numbers of rows meet tiles."""
-        return self.across or self.scratch_tile
-
     def total(self, per: str) -> str:
         """The sum of the terms of a kind, as C++."""
         return " + ".join(e for p, _, e in self.terms if p == per) or "0"
@@ -191,7 +187,7 @@ class Ascend(Vectors):
         """What the sum gives for each combination of types, and the tile that follows from it."""
         lines = []
         for c in self.p.kernel_columns:
-            values = {parameter: _BYTES[c[owner]] for parameter, owner in self.size_owners.items()}
+            values = {parameter: BYTES[c[owner]] for parameter, owner in self.size_owners.items()}
             each = {per: _evaluate(self.total(per), values) for per in ("element", "column", "row", "fixed")}
             room = 196608 - each["fixed"] - 64 * each["element"] - 256
             types = list(dict.fromkeys(c[n] for n in self.tensors))
@@ -211,20 +207,10 @@ class Ascend(Vectors):
     def parameters(self, kind: str = "GM_ADDR") -> str:
         return ", ".join(f"{kind} {n}" for n in self.tensors)
 
-    @cached_property
-    def walks(self) -> list[Phase]:
-        """The phases that have tiles."""
-        return [ph for ph in self.phases if ph.body]
-
     def place(self, name: str) -> str | None:
         """The row of an input, where it is not that of the whole."""
         place = self.rows.place(name)
         return None if place == "row" or self.flat else re.sub(r"\bcount_", "t_.count_", f"({place})")
-
-    @cached_property
-    def attributes(self) -> list[str]:
-        """Those that the kernel or its numbers use, in order."""
-        return list(self.plan.attributes)
 
     def set_of(self, names: Sequence[str], among: Sequence[str]) -> str:
         """The inputs of a walk, as a set of bits."""
@@ -274,16 +260,11 @@ class Ascend(Vectors):
             )
         return f"ge::{_DT[types.pop()]}"
 
-    def where(self, name: str) -> str:
-        """The shape of a tensor in a tiling context."""
+    def told(self, name: str, what: str) -> str:
+        """The Shape or the Desc of a tensor in a tiling context."""
         if name in self.read:
-            return f"context->GetInputShape({self.read.index(name)})"
-        return f"context->GetOutputShape({self.outputs.index(name)})"
-
-    def described(self, name: str) -> str:
-        if name in self.read:
-            return f"context->GetInputDesc({self.read.index(name)})"
-        return f"context->GetOutputDesc({self.outputs.index(name)})"
+            return f"context->GetInput{what}({self.read.index(name)})"
+        return f"context->GetOutput{what}({self.outputs.index(name)})"
 
     def attribute_kind(self, name: str) -> tuple[str, str, str]:
         """An attribute's type in C++, its method in the definition, and its default."""

@@ -19,6 +19,7 @@ from opsmith.authoring.lower.plan import COLUMN, FULL, ROW, Output, Plan, Statis
 from opsmith.authoring.lower.rows import Rows
 
 __all__ = [
+    "BYTES",
     "COLUMNS",
     "FUNCTIONS",
     "INSTRUCTIONS",
@@ -41,6 +42,7 @@ _FUNCTIONS = {
     "rsqrt": ("ReciprocalRoot", 1), "sigmoid": ("Sigmoid", 1), "silu": ("Silu", 1), "tanh": ("Tanh", 4),
     "erf": ("Erf", 2), "gelu": ("Gelu", 3), "gelu_tanh": ("GeluTanh", 1),
 }  # fmt: skip
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "bool": 1}  # of an element
 _TYPES = {"float32": "float", "bfloat16": "bfloat16_t", "float16": "half"}
 # What kernels use of that file, and which instructions statements call that are in no template.
 FUNCTIONS = (*(f for f, _ in _FUNCTIONS.values()), "NumberOver", "OverNumber", "RoundedTo")
@@ -130,9 +132,8 @@ class Vectors:
 
     def types_differ(self) -> bool:
         """Whether a combination of dtypes has elements of different sizes."""
-        size = {"float32": 4, "bfloat16": 2, "float16": 2, "bool": 1}
         names = [*self.rows.read, *(o.name for o in self.plan.outputs)]
-        return any(len({size[c[n]] for n in names}) > 1 for c in self.columns)
+        return any(len({BYTES[c[n]] for n in names}) > 1 for c in self.columns)
 
     # Forms
 

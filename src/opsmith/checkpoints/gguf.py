@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +33,6 @@ _SIZES = {  # of a configuration, that not every architecture's is passed on
 _FREQUENCIES = "rope_freqs.weight"  # what the frequencies of a Llama 3.1 or later are divided by
 
 
-def _as_it_is(config: Any, name: str, rows: torch.Tensor) -> torch.Tensor:
-    return rows
-
-
 def _pairs_apart(config: Any, name: str, rows: torch.Tensor) -> torch.Tensor:
     """Rows of queries and keys, which the file has as pairs that are rotated together, as two halves of each head."""
     heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}.get(
@@ -56,7 +52,10 @@ def _less_one(config: Any, name: str, rows: torch.Tensor) -> torch.Tensor:
 _ROWS: dict[str, Callable[[Any, str, torch.Tensor], torch.Tensor]] = {
     "llama": _pairs_apart,
     **dict.fromkeys(("gemma2", "gemma3", "nemotron"), _less_one),
-    **dict.fromkeys(("qwen2", "qwen3", "qwen2moe", "qwen3moe", "phi3", "starcoder2", "stablelm"), _as_it_is),
+    **dict.fromkeys(
+        ("qwen2", "qwen3", "qwen2moe", "qwen3moe", "phi3", "starcoder2", "stablelm"),
+        lambda _, name, rows: rows,
+    ),
 }
 
 
@@ -85,19 +84,18 @@ def load(file: Path, dtype: torch.dtype) -> nn.Module:
         raise CheckpointError(
             f"{file} does not load: it has {layers} layers and {len(found.tensors)} tensors"
         )
-    config = _config(found)
     try:
+        config = _config(found)
         model = model_of(config, dtype)
     except CheckpointError:
         raise
-    except Exception as error:  # of sizes that make none
+    except Exception as error:  # transformers raises whatever a file leads to
         raise CheckpointError(f"{file}: its values make no model: {one_line(error)}") from error
     names = gguf.get_tensor_name_map(
         next(of for of, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture),
         config.num_hidden_layers,
     )
-    filling = _Filling(found, config, _ROWS[architecture], dtype, names)
-    filling.fill(model)
+    _Filling(found, config, _ROWS[architecture], dtype, names, set(found.tensors)).fill(model)
     return model.eval()  # type: ignore[no-any-return]
 
 
@@ -107,12 +105,7 @@ def _config(found: Header) -> Any:
 
     with quiet(), tempfile.TemporaryDirectory() as place:
         (Path(place) / "model.gguf").write_bytes(found.plain)
-        try:
-            config = transformers.AutoConfig.from_pretrained(
-                place, gguf_file="model.gguf", local_files_only=True
-            )
-        except Exception as error:  # transformers raises whatever a file leads to
-            raise CheckpointError(f"{found.file}: its values make no model: {one_line(error)}") from error
+        config = transformers.AutoConfig.from_pretrained(place, gguf_file="model.gguf", local_files_only=True)
     if (table := found.tensors.get("token_embd.weight")) is not None:
         config.vocab_size = table.shape[0]
     for name, key in _SIZES.items():
@@ -131,10 +124,7 @@ class _Filling:
     rows: Callable[[Any, str, torch.Tensor], torch.Tensor]
     dtype: torch.dtype
     names: Any
-    unread: set[str] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.unread = set(self.found.tensors)
+    unread: set[str]
 
     def fill(self, model: Any) -> None:
         """Every weight of a model.

@@ -86,20 +86,14 @@ def session(shapes: bool) -> Iterator[Callable[[], list[Op]]]:
             if found is not None:
                 yield lambda: in_order(found)
                 return
-    profiler = torch.autograd.profiler.profile(
+    with torch.autograd.profiler.profile(
         use_kineto=True,
         record_shapes=shapes,
         use_device="cuda" if gpu else None,
         # Which kernel belongs to which operator is asked on a GPU only; without, an operator costs a fifth less.
         experimental_config=_ExperimentalConfig(disable_external_correlation=not gpu),
-    )
-    profiler.__enter__()
-    stopped = False
-    try:
-        yield lambda: tree(profiler.kineto_results, gpu) if stopped else []
-    finally:
-        profiler.__exit__(None, None, None)
-        stopped = True
+    ) as profiler:
+        yield lambda: tree(profiler.kineto_results, gpu)
 
 
 def preorder(ops: Iterable[Op]) -> Iterator[Op]:

@@ -135,9 +135,6 @@ def _training(name: str, model: Any, args: tuple[Any, ...], kwargs: dict[str, An
             raise ValueError(f"profile: {name} needs a result that has a gradient, and this model gives none")
         return tensors[0] if tensors[0].dim() == 0 else tensors[0].float().mean()
 
-    def ready() -> None:
-        model.train()
-
     def before() -> None:
         model.train()
         if name == "backward":
@@ -155,7 +152,7 @@ def _training(name: str, model: Any, args: tuple[Any, ...], kwargs: dict[str, An
         for parameter, gradient in zip(model.parameters(), state["gradients"], strict=True):
             parameter.grad = gradient
 
-    return Work(name, run, model, args, traced, before=before, after=after, ready=ready, close=close)
+    return Work(name, run, model, args, traced, before=before, after=after, close=close)
 
 
 def _takes(model: Any, argument: str) -> bool:

@@ -56,21 +56,6 @@ class Clock:
             self.text.end()
 
 
-class Forced:
-    """A logits processor that keeps what the model said, and lets it go on with the tokens given `[batch, new]`."""
-
-    def __init__(self, tokens: torch.Tensor | None) -> None:
-        self.tokens = tokens
-        self.logits: list[torch.Tensor] = []
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        self.logits.append(scores.float())
-        if self.tokens is None:
-            return scores
-        chosen = self.tokens[:, len(self.logits) - 1, None].to(scores.device)
-        return torch.full_like(scores, -torch.inf).scatter(1, chosen, 0.0)
-
-
 @torch.no_grad()
 def generate(
     model: Any,
@@ -91,8 +76,13 @@ def generate(
         check: keep the logits.
         text: a streamer of transformers that prints the text.
     """
+
+    def only(so_far: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """The token that is given has all the likelihood."""
+        chosen = forced[:, so_far.shape[1] - ids.shape[1], None].to(scores.device)  # type: ignore[index]
+        return torch.full_like(scores, -torch.inf).scatter(1, chosen, 0.0)
+
     clock = Clock(text)
-    processor = Forced(forced) if check or forced is not None else None
     with _without_end(model):
         clock.started = time.perf_counter()
         out = model.generate(
@@ -102,11 +92,13 @@ def generate(
             do_sample=False,
             use_cache=True,
             streamer=clock,
-            logits_processor=[processor] if processor is not None else None,
+            logits_processor=None if forced is None else [only],
+            return_dict_in_generate=True,
+            output_logits=check,
         )
     steps = [b - a for a, b in zip(clock.times, clock.times[1:], strict=False)]
-    logits = torch.stack(processor.logits, 1) if processor is not None and check else None
-    return Generated(out[:, ids.shape[1] :], clock.times[0], steps, logits)
+    logits = torch.stack(out.logits, 1).float() if check else None
+    return Generated(out.sequences[:, ids.shape[1] :], clock.times[0], steps, logits)
 
 
 @contextlib.contextmanager

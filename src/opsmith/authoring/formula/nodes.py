@@ -120,18 +120,13 @@ class Graph:
         if len(args) != 2:
             return None
         a, b = args
-        if kind in ("mul", "div") and _is(b, 1):
+        if (kind in ("mul", "div") and _is(b, 1)) or (kind in ("add", "sub") and _is(b, 0)):
             return a
-        if kind == "mul" and _is(a, 1):
-            return b
-        if kind in ("add", "sub") and _is(b, 0):
-            return a
-        if kind == "add" and _is(a, 0):
-            return b
-        if kind == "mul" and _is(a, -1):
-            return self.make("neg", b)
-        if kind == "mul" and _is(b, -1):
-            return self.make("neg", a)
+        for one, other in ((a, b), (b, a)):
+            if (kind == "mul" and _is(one, 1)) or (kind == "add" and _is(one, 0)):
+                return other
+            if kind == "mul" and _is(one, -1):
+                return self.make("neg", other)
         return None
 
 

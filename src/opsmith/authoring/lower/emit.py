@@ -98,16 +98,10 @@ class Emitter:
         texts = [self._text(a, place) for a in node.args]
         if node.kind in _INFIX:
             sign, binds = _INFIX[node.kind]
-            left, right = texts
-            a = f"({left[0]})" if left[1] < binds or (binds == 3 and left[1] == 3) else left[0]
-            b = (
-                f"({right[0]})"
-                if right[1] < binds + (node.kind not in ("add", "mul")) or binds == 3 == right[1]
-                else right[0]
-            )
+            (left, tight), (right, tighter) = texts
+            a = f"({left})" if tight < binds or binds == 3 == tight else left
             # a * (b / c) is not a * b / c, and a + (b - c) is not a + b - c
-            if right[1] == binds and node.kind in ("add", "mul"):
-                b = f"({right[0]})"
+            b = f"({right})" if tighter <= binds else right
             return f"{a} {sign} {b}", binds
         if node.kind == "neg":
             text, tight = texts[0]

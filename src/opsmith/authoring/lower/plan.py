@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from opsmith.authoring.formula.nodes import ELEMENTWISE, REDUCTIONS, ROTATIONS, Formula, Graph, Node
 from opsmith.authoring.formula.shapes import Shape, broadcast, shown
@@ -70,7 +70,7 @@ def plan(
     memo: dict[int, Node] = {}
     if outputs is None:
         outputs = [Output(n, node, FULL) for n, node in formula.outputs.items()]
-    outputs = [Output(o.name, _expand(graph, o.node, memo), o.extent, o.optional) for o in outputs]
+    outputs = [replace(o, node=_expand(graph, o.node, memo)) for o in outputs]
     inputs = dict(formula.inputs if inputs is None else inputs)
     space: Shape = ()
     for shape in (*inputs.values(), *(o.node.shape or () for o in outputs)):
@@ -79,12 +79,8 @@ def plan(
             raise ValueError(f"shapes {shown(space)} and {shown(shape)} do not broadcast")
         space = both
     if space[-1] != 1:
-        outputs = [
-            Output(o.name, o.node, ROW, o.optional)
-            if o.extent == FULL and (o.node.shape or (0,))[-1] == 1
-            else o
-            for o in outputs
-        ]
+        narrow = {o.name for o in outputs if o.extent == FULL and (o.node.shape or (0,))[-1] == 1}
+        outputs = [replace(o, extent=ROW) if o.name in narrow else o for o in outputs]
     seen: set[int] = set()
     nodes = [n for o in outputs for n in o.node.walk(seen)]
     rotation = next((n.kind for n in nodes if n.kind in ROTATIONS), None)

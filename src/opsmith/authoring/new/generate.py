@@ -331,13 +331,8 @@ class Project:
                 size = (1, 5, 16, 33, 64)[i]  # what is summed over
             if symbol in self.even:
                 size = 2 * size
-            sizes[symbol] = (
-                f"({size},)"
-                if symbol == "lead" and i % 2 == 0
-                else f"(2, {size})"
-                if symbol == "lead"
-                else str(size)
-            )
+            lead = f"(2, {size})" if i % 2 else f"({size},)"
+            sizes[symbol] = lead if symbol == "lead" else str(size)
         if self.last:
             last = _LAST_EVEN if self.last in self.even else _LAST_OF_ROWS if self.forward.stages else _LAST
             sizes[self.last] = str(last[i])
@@ -371,10 +366,8 @@ class Project:
             width = "1024"
         large |= {self.last: width} if self.last else {}
         one = {**large, **{s: "1" for s in outer if s in self.forward.space or s == "lead"}}
-        result = []
-        for sizes in (large, one):
-            result.append(", ".join(f"({sizes[s]},)" if s == "lead" else sizes[s] for s in self.symbols))
-        return list(dict.fromkeys(result))
+        texts = ({**sizes, "lead": f"({sizes.get('lead')},)"} for sizes in (large, one))
+        return list(dict.fromkeys(", ".join(text[s] for s in self.symbols) for text in texts))
 
     def make_text(self, name: str) -> str:
         """How a sample makes an input."""
@@ -405,13 +398,10 @@ class Project:
     @cached_property
     def flops(self) -> str:
         """For one element, as operator.py writes it."""
-        count = 0.0
         seen: set[int] = set()
-        for o in self.forward.outputs:
-            for node in o.node.walk(seen):
-                if node.reduces or (node.kind in ELEMENTWISE and self.forward.lane(node)):
-                    count += _FLOPS.get(node.kind, 1.0)
-        return f"{max(count, 1.0):.1f}"
+        nodes = [node for o in self.forward.outputs for node in o.node.walk(seen)]
+        counted = [n for n in nodes if n.reduces or (n.kind in ELEMENTWISE and self.forward.lane(n))]
+        return f"{max(sum(_FLOPS.get(n.kind, 1.0) for n in counted), 1.0):.1f}"
 
     @cached_property
     def whole(self) -> str:

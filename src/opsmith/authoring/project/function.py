@@ -248,7 +248,7 @@ class ProjectCall(Call):
             return str(wrong)
         return self.kernels.offers(backend)
 
-    def implementations(self) -> list[Implementation]:
+    def implementations(self, **more: Any) -> list[Implementation]:
         """One for each back end that the project has kernels for."""
 
         def on(backend: str, name: str, device: str) -> Implementation:

@@ -211,9 +211,7 @@ class Prototype(BaseModel):
     def columns(self) -> list[tuple[str, ...]]:
         """The supported combinations of types, inputs then outputs; a list of one is repeated."""
         longest = max(len(t.type) for t in self.tensors)
-        return list(
-            zip(*(t.type * longest if len(t.type) == 1 else t.type for t in self.tensors), strict=True)
-        )
+        return [tuple(t.type[i % len(t.type)] for t in self.tensors) for i in range(longest)]
 
 
 def snake_case(op: str) -> str:

@@ -63,6 +63,10 @@ class Ascend(Vectors):
         self.walks = [phase for phase in self.phases if phase.body]  # over tiles
         self.scratch_tile = any(s in ("RowMoments", "RowOnline") for s in self.statistics.values())
         self.blocks = self.across or self.scratch_tile  # whether numbers of rows meet tiles
+        # What statistics and numbers of rows compute in, in floats.
+        rooms = {"lanes": "t_.tileRows * kLanes"} if self.statistics else {}
+        rooms |= {"blocks": "RoundedUp(t_.tileRows, kBlock) * kBlock"} if self.blocks else {}
+        self.scratch = ({"tile": "elements"} if self.scratch_tile else {}) | rooms
 
     # Types and formats
 
@@ -85,10 +89,7 @@ class Ascend(Vectors):
     @cached_property
     def least(self) -> str:
         """The bytes of the smallest elements, as C++."""
-        text = ""
-        for name in self.size_owners:
-            text = f"Min({text}, {name})" if text else name
-        return text
+        return functools.reduce(lambda text, name: f"Min({text}, {name})", self.size_owners)
 
     def _combinations(self) -> list[tuple[dict[str, str], dict[str, str]]]:
         """The dtypes and formats of the tensors in each combination.
@@ -97,13 +98,11 @@ class Ascend(Vectors):
             PrototypeError: a format in which the formula's rows do not lie as rows.
         """
         prototype, found = self.p.prototype, []
-        longest = max(len(t.type) for t in prototype.tensors)
         for i, types in enumerate(prototype.columns()):
             column = dict(zip((t.name for t in prototype.tensors), types, strict=True))
             if column not in self.p.columns:
                 continue
-            formats = {t.name: (t.format * longest)[i] for t in prototype.tensors if len(t.format) == 1}
-            formats |= {t.name: t.format[i] for t in prototype.tensors if len(t.format) > 1}
+            formats = {t.name: t.format[i % len(t.format)] for t in prototype.tensors}
             other = sorted({f for f in formats.values() if f != "ND"})
             if other and (not self.flat or len(set(formats.values())) > 1 or self.p.product):
                 raise PrototypeError(

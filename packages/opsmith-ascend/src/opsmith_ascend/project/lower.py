@@ -307,7 +307,7 @@ class Code:
         forms = [self.k.form(a) for a in node.args]
         args = [self.row(a) if f == ROWS else None for a, f in zip(node.args, forms, strict=True)]
         if not any(args):  # numbers of tensors: of one row, spread over all
-            args[0] = self._as(node.args[0], ROWS, [])
+            args[0] = self.use(node.args[0], ROWS, [])
         temporary = [self.k.row_value() for _ in range(_temporaries(node))]
         lines += _instructions(self.k, node, to, args, temporary, "rows")
         return to
@@ -316,15 +316,10 @@ class Code:
 
     def use(self, node: Node, form: str, temporary: list[str]) -> str:
         """The memory of a value in a form that has at least its elements; a slot that it takes is added to the list."""
-        if self.k.form(node) == form:
-            return self.value(node)
-        return self._as(node, form, temporary)
-
-    def _as(self, node: Node, form: str, temporary: list[str]) -> str:
         mine = self.k.form(node)
+        if mine == form:
+            return self.row(node) if form == ROWS else self.value(node)
         if form == ROWS:
-            if mine == ROWS:
-                return self.row(node)
             to = self.k.row_value()
             self.phase.rows.append(f"Duplicate({to}, {self.k.number(node)}, rows);")
             return to
@@ -403,11 +398,11 @@ class Code:
         lines = self.phase.rows if form == ROWS else self.phase.body
         condition, yes, no = node.args
         bits, n = self._bits(condition, form), _count(form)
-        a = self._as(yes, form, temporary) if form == ROWS else self.use(yes, form, temporary)
+        a = self.use(yes, form, temporary)
         if self.k.form(no) == NUMBER:
             b, mode = self.k.number(no), "VSEL_TENSOR_SCALAR_MODE"
         else:
-            b = self._as(no, form, temporary) if form == ROWS else self.use(no, form, temporary)
+            b = self.use(no, form, temporary)
             mode = "VSEL_TENSOR_TENSOR_MODE"
         lines.append(f"Select({to}, {bits}, {a}, {b}, SELMODE::{mode}, {n});")
         self.free += temporary
@@ -437,10 +432,8 @@ class Code:
 
     def _readable(self, node: Node, form: str, temporary: list[str]) -> str:
         """A value in memory that was written beyond its end too."""
-        if form == ROWS:
-            return self._as(node, ROWS, temporary)
         text = self.use(node, form, temporary)
-        if text.startswith("v_"):
+        if form == ROWS or text.startswith("v_"):
             return text
         temporary.append(self.slot())
         self.phase.body.append(f"Adds({temporary[-1]}, {text}, 0.0f, {_count(form)});")

@@ -42,7 +42,6 @@ def run(
     """
     from opsmith.authoring.formula import FormulaError
     from opsmith.authoring.new import create
-    from opsmith.authoring.prototype.jsonc import PrototypeError
 
     output = Output(json)
     chosen = [b.strip() for b in backends.split(",") if b.strip()]
@@ -55,7 +54,7 @@ def run(
         for line in picture:
             print(line, file=sys.stderr)
         raise CommandError(f"{prototype}: {first}") from wrong
-    except (PrototypeError, ValueError) as wrong:
+    except ValueError as wrong:
         raise CommandError(str(wrong)) from wrong
     except OSError as wrong:
         raise CommandError(

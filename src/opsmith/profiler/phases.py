@@ -198,10 +198,8 @@ def _facts(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, float]:
 
 
 def _cached(cache: Any) -> list[torch.Tensor]:
-    found = []
-    for layer in getattr(cache, "layers", None) or ():
-        found += [t for t in vars(layer).values() if isinstance(t, torch.Tensor)]
-    return found
+    held = (t for layer in getattr(cache, "layers", None) or () for t in vars(layer).values())
+    return [t for t in held if isinstance(t, torch.Tensor)]
 
 
 def bytes_of(tensors: Iterable[torch.Tensor]) -> int:

@@ -2,11 +2,5 @@
 
 AGAINST = ("hf", "compile", "llamacpp")  # other ways to run a decoder
 DTYPES = ("float32", "bfloat16", "float16")
-FORMATS = (
-    *DTYPES,
-    "bf16",
-    "int8",
-    "int8_dynamic",
-    "int4",
-    "gguf",
-)  # ours: computing in a dtype, with packed weights, or with the bits of a GGUF file
+# Ours: computing in a dtype, with packed weights, or with the bits of a GGUF file.
+FORMATS = (*DTYPES, "bf16", "int8", "int8_dynamic", "int4", "gguf")

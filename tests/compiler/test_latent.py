@@ -362,7 +362,7 @@ def test_one_layer_at_the_real_sizes_decodes_with_the_same_output() -> None:
                 attention_mask=mask,
                 past_key_values=theirs,
             )[0]
-            got = r.out(site.heads(x[:, some], cos[:, some], sin[:, some], mine, mine.begin(n)))
+            got = r.out(site.compute(x[:, some], cos[:, some], sin[:, some], mine, mine.begin(n)))
             mine.commit(n)
             assert (got.float() - want.float()).norm() < 0.01 * want.float().norm()
 

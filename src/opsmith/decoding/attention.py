@@ -87,8 +87,7 @@ def padding(kept: torch.Tensor, columns: int) -> list[int] | None:
     """How many columns at the left of each sequence a mask [batch, columns] hides; None where it hides others."""
     if kept.dim() != 2 or kept.shape[1] < columns:
         return None
-    starts = padded(kept[:, :columns])
-    return None if starts is None else starts.tolist()
+    return padded(kept[:, :columns])
 
 
 def attend(

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+from torch.nn.functional import pad
 
 _LEFT = -1  # the window: a block that nobody looks at any more, whatever a table says there
-_MANY = 64  # new slots, from which on tensors compute them
 
 
 @dataclass(frozen=True)
@@ -43,13 +43,13 @@ class Pool(Protocol):
         """Make these blocks copies of those."""
 
 
-def padded(kept: torch.Tensor) -> torch.Tensor | None:
-    """[batch]: how many columns at the left of each sequence a mask [batch, columns] hides; None for other holes."""
+def padded(kept: torch.Tensor) -> list[int] | None:
+    """How many columns at the left of each sequence a mask [batch, columns] hides; None for other holes."""
     kept = kept.to(torch.bool)
     columns = kept.shape[1]
     starts = columns - kept.sum(1)
     left = torch.arange(columns, device=kept.device) >= starts[:, None]
-    return starts if torch.equal(kept, left) else None
+    return starts.tolist() if torch.equal(kept, left) else None
 
 
 class Pages:
@@ -93,7 +93,7 @@ class Pages:
         return Step(
             self.columns,
             tokens,
-            self._slots(first, end),
+            pad(self.slots(first, end), (first - self.columns, 0), value=-1).view(-1),
             self._tables[:, : max(1, *map(len, self.blocks))] if narrow else self._tables,
             torch.tensor(lens, dtype=torch.int32, device=self.device),
         )
@@ -111,28 +111,10 @@ class Pages:
     def slots(self, first: int, end: int) -> torch.Tensor:
         """[batch, end - first]: the slot of each column, -1 where there is padding."""
         columns = torch.arange(first, end, device=self.device)
-        row = columns - torch.tensor(self.starts, device=self.device).view(-1, 1)
+        row = columns - torch.tensor(self.starts, dtype=torch.int64, device=self.device).view(-1, 1)
         at = row.clamp(min=0)
         block = self._tables.long().gather(1, at // self.block_size)
         return (block * self.block_size + at % self.block_size).masked_fill(row < 0, -1)
-
-    def _slots(self, first: int, end: int) -> torch.Tensor:
-        """[batch * new columns]: as above, and -1 before the first."""
-        new = end - self.columns
-        if self.batch * new <= _MANY:
-            size = self.block_size
-            return torch.tensor(
-                [
-                    mine[(at - start) // size] * size + (at - start) % size if at >= max(first, start) else -1
-                    for mine, start in zip(self.blocks, self.starts, strict=True)
-                    for at in range(self.columns, end)
-                ],
-                dtype=torch.int64,
-                device=self.device,
-            )
-        slots = torch.full((self.batch, new), -1, dtype=torch.int64, device=self.device)
-        slots[:, first - self.columns :] = self.slots(first, end)
-        return slots.view(-1)
 
     def select(self, order: Sequence[int]) -> None:
         """Sequences `order` of the batch become the batch; some may be there twice, some no more."""

@@ -10,8 +10,7 @@ import functools
 import importlib.util
 import inspect
 import sys
-import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -19,13 +18,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from opsmith.decoding.pages import padded
+from opsmith.decoding.pages import Pages, padded
 
 _CACHE = "past_key_values"
 _MASK = "attention_mask"
 _POSITIONS = "position_ids"
 KEEP = "logits_to_keep"
 _PLAIN = ("input_ids", "inputs_embeds", _MASK, _POSITIONS, KEEP)  # that a step of decoding may have
+_HIDES = "the mask hides other columns than those of the padding at the left"
 
 
 @dataclass(frozen=True)
@@ -204,21 +204,6 @@ def own_attention(module: nn.Module, name: str) -> Callable[..., Any] | None:
     return AttentionInterface().get(name)  # type: ignore[no-any-return]
 
 
-@functools.lru_cache(maxsize=256)
-def _names(forward: weakref.ref[Callable[..., Any]]) -> list[str]:
-    """Of a reference that does not hold: a `forward` that somebody put into a model may hold the model."""
-    function = forward()
-    assert function is not None
-    return list(inspect.signature(function).parameters)
-
-
-@functools.lru_cache(maxsize=256)
-def _takes_numbers(forward: Callable[..., Any]) -> bool:
-    """Whether a model takes positions too where it takes how many of the last ones are kept."""
-    keep = inspect.signature(forward).parameters.get(KEEP)
-    return keep is not None and "Tensor" in str(keep.annotation)
-
-
 @functools.lru_cache(maxsize=8)
 def _last(device: torch.device) -> torch.Tensor:
     with torch.inference_mode(False):
@@ -231,11 +216,7 @@ class ModelCall:
     """A call of a whole model, by what its arguments mean."""
 
     def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        self.model = model
-        forward = model.forward
-        function = getattr(forward, "__func__", None)
-        # A method is another object each time, its function is not; `self` comes first there.
-        self.names = _names(weakref.ref(function or forward))[0 if function is None else 1 :]
+        self.model, self.names = model, inspect.signature(model.forward).parameters
         self.given = dict(zip(self.names, args, strict=False)) | dict(kwargs)
 
     @property
@@ -253,8 +234,16 @@ class ModelCall:
         ids = self.given.get("input_ids")
         return self.given.get("inputs_embeds") if ids is None else ids
 
-    def refusal(self) -> str | None:
-        """Why no latent cache serves the call, as far as its arguments say."""
+    def refusal(self, weights: Iterable[nn.Parameter]) -> str | None:
+        """Why no cache in blocks serves the call, as far as its arguments and PyTorch's modes say.
+
+        Args:
+            weights: what would learn, where gradients are recorded.
+        """
+        if self.model.training:
+            return "the model is in training mode"
+        if torch.is_grad_enabled() and any(p.requires_grad for p in weights):
+            return "gradients are recorded"
         config = getattr(self.model, "config", None)
         if _CACHE not in self.names:
             return f"the model's call takes no {_CACHE}"
@@ -266,7 +255,7 @@ class ModelCall:
             use = self.given.get("use_cache")
             if not (getattr(config, "use_cache", False) if use is None else use):
                 return "no cache is asked for"
-        return None
+        return "autocast is on" if torch.is_autocast_enabled(self.tokens.device.type) else None
 
     @property
     def caches(self) -> bool:
@@ -278,19 +267,28 @@ class ModelCall:
         more = [k for k, v in self.given.items() if isinstance(v, torch.Tensor) and k not in _PLAIN]
         return f"{more[0]} is given" if more else None
 
-    def padding(self, columns: int) -> torch.Tensor | str | None:
-        """[batch]: how many columns at the left are padding; None without a mask; a text where it is another mask."""
+    def padding(self, columns: int) -> list[int] | str:
+        """How many columns at the left of each sequence are padding; a text where it is another mask."""
         mask = self.given.get(_MASK)
         if mask is None:
-            return None
+            return [0] * len(self.tokens)
         if not isinstance(mask, torch.Tensor) or mask.dim() != 2:
             return "the mask is not one of padding"
         if tuple(mask.shape) != (self.tokens.shape[0], columns):
             return "the mask has another length than the cache and the input"
         starts = padded(mask)
-        return (
-            "the mask hides other columns than those of the padding at the left" if starts is None else starts
-        )
+        return _HIDES if starts is None else starts
+
+    def begin(self, pages: Pages, past: int, starts: list[int]) -> str | None:
+        """Have pages hold the call's sequences, which is nothing new behind so many columns; or why they cannot."""
+        batch = len(self.tokens)
+        if not past:
+            pages.reset(batch, self.tokens.device, starts)
+        elif pages.batch != batch:
+            raise ValueError(
+                f"opsmith: the cache is for a batch of {pages.batch}, the input has {batch} sequences"
+            )
+        return None if pages.starts == starts else _HIDES
 
     def say_positions(self, start: int) -> None:
         """Count the positions of the tokens from here, where the caller did not.
@@ -305,8 +303,8 @@ class ModelCall:
 
     def count_last(self) -> None:
         """Ask for the last position's logits by its number: how long a slice is, is not known before all sizes are."""
-        keep = self.given.get(KEEP)
-        if type(keep) is int and keep == 1 and _takes_numbers(type(self.model).forward):
+        keep, named = self.given.get(KEEP), self.names.get(KEEP)
+        if type(keep) is int and keep == 1 and named and "Tensor" in str(named.annotation):
             self.given[KEEP] = _last(self.tokens.device)
 
     def drop_mask(self) -> None:

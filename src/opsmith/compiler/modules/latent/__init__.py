@@ -144,7 +144,7 @@ class Latent:
         """Prepare a call: what to call with, and whether through the captured graph."""
         with self._lock:
             call = conventions.ModelCall(model, args, kwargs)
-            why = self._refusal(model, call)
+            why = call.refusal(p for s in self.sites for p in s.module.parameters()) or self._odd()
             pages = None
             if why is None:
                 pages, why = self._pages(call)
@@ -158,29 +158,17 @@ class Latent:
             call.say_positions(pages.columns)
             if self._whole:
                 call.drop_mask()
-            switch = self.switch
-            switch.on, switch.pages, switch.step = True, pages, pages.begin(tokens)
+            self.switch.on = True
             try:
-                with laying(Laid(switch, self.sites, pages, switch.step)):
+                with laying(Laid(self.sites, pages, pages.begin(tokens))):
                     yield (), call.given, True
                 pages.commit(tokens)
             finally:
-                switch.on, switch.pages, switch.step = False, None, None
+                self.switch.on = False
 
-    def _refusal(self, model: nn.Module, call: conventions.ModelCall) -> str | None:
-        if model.training:
-            return "the model is in training mode"
-        if torch.is_grad_enabled() and any(
-            p.requires_grad for s in self.sites for p in s.module.parameters()
-        ):
-            return "gradients are recorded"
-        if (why := call.refusal()) is not None:
-            return why
-        if torch.is_autocast_enabled(call.tokens.device.type):
-            return "autocast is on"
-        if not all(s.roles.known and conventions.place(s.module) is not None for s in self.sites):
-            return "its layers keep something else than a cache of Hugging Face's"
-        return None
+    def _odd(self) -> str | None:
+        known = all(s.roles.known and conventions.place(s.module) is not None for s in self.sites)
+        return None if known else "its layers keep something else than a cache of Hugging Face's"
 
     def _pages(self, call: conventions.ModelCall) -> tuple[LatentPages | None, str | None]:
         """The pages of the call's cache, which is taken over where it is the library's own; or why not."""
@@ -194,7 +182,6 @@ class Latent:
         starts = call.padding(past + tokens)
         if isinstance(starts, str):
             return None, starts
-        columns = [0] * batch if starts is None else starts.tolist()
         if call.cache is None:
             call.cache = conventions.new_cache()
         pages = _pages_of(call.cache)
@@ -204,20 +191,13 @@ class Latent:
             size = self.config.mla_block
             pools = self._spare.pop() if self._spare else None
             pools = pools or [s.cache(self.config.mla_cache, batch, size) for s in self.sites]
-            pages = LatentPages(pools, size, batch, call.tokens.device, columns)
+            pages = LatentPages(pools, size, batch, call.tokens.device, starts)
             if call.tokens.is_cuda:  # where recorded calls read it
                 weakref.finalize(pages, keep_one, self._spare, pools).atexit = False
             places = [(conventions.place(s.module) or 0, s.order) for s in self.sites]
             latent_cache.adopt(call.cache, pages, places)
-        if not past:
-            pages.reset(batch, call.tokens.device, columns)
-        elif pages.batch != batch:
-            raise ValueError(
-                f"opsmith: the cache is for a batch of {pages.batch}, the input has {batch} sequences"
-            )
-        elif pages.starts != columns:
-            return None, "the mask hides other columns than those of the padding at the left"
-        return pages, None
+        why = call.begin(pages, past, starts)
+        return (pages, None) if why is None else (None, why)
 
     def lines(self) -> list[str]:
         """For the plan: what is cached, and when which form runs."""

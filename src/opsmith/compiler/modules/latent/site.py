@@ -2,7 +2,7 @@
 
 In a captured graph the whole of it, from the normalized hidden states to the heads' results, is one opaque node. What
 belongs to a call (slots, block tables, lengths) does not pass through the graph: the session lays it down before the
-call, in `Switch`, so that a graph stays the same while its sequences grow.
+call, as `Laid`, so that a graph stays the same while its sequences grow.
 """
 
 from __future__ import annotations
@@ -10,14 +10,15 @@ from __future__ import annotations
 import inspect
 import itertools
 import weakref
-from collections.abc import Hashable, Iterator
-from contextlib import contextmanager
+from collections.abc import Hashable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
+from opsmith import decoding
 from opsmith.compiler.choose.weights import Seen
 from opsmith.compiler.modules.conventions import HUGGING_FACE
 from opsmith.compiler.modules.latent.find import Reading, Weights
@@ -55,18 +56,15 @@ _SITES: weakref.WeakValueDictionary[str, LatentSite] = weakref.WeakValueDictiona
 
 @dataclass
 class Switch:
-    """Whether calls go to the rewritten attention, and the call's pages and step, which no graph is guarded on."""
+    """Whether calls go to the rewritten attention: all that a graph is guarded on."""
 
     on: bool = False
-    pages: LatentPages | None = None
-    step: Step | None = None
 
 
 @dataclass(frozen=True)
 class Laid:
-    """A call's step, as what records it sees it."""
+    """A call's pages and its step on them, as its layers and what records it find them."""
 
-    switch: Switch
     sites: list[LatentSite]
     pages: LatentPages
     step: Step
@@ -85,15 +83,10 @@ class Laid:
         """Slots, tables and lengths."""
         return [self.step.slots, self.step.tables, self.step.lens]
 
-    @contextmanager
-    def of(self, tensors: list[torch.Tensor]) -> Iterator[None]:
+    def of(self, tensors: list[torch.Tensor]) -> AbstractContextManager[None]:
         """The same step with these."""
         slots, tables, lens = tensors
-        self.switch.step = replace(self.step, slots=slots, tables=tables, lens=lens)
-        try:
-            yield
-        finally:
-            self.switch.step = self.step
+        return decoding.laying(replace(self, step=replace(self.step, slots=slots, tables=tables, lens=lens)))
 
 
 def operations(r: Reading, batch: int, tokens: int, columns: int) -> dict[str, int]:
@@ -213,13 +206,6 @@ class LatentSite:
         """Let go of the weights."""
         self._weights = None
 
-    def heads(
-        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor | None, pages: LatentPages, step: Step
-    ) -> torch.Tensor:
-        """[batch, tokens, heads * value] of hidden states [batch, tokens, D]; their rows go into the cache."""
-        form = cheaper(self.reading, pages.batch, step.tokens, step.columns)
-        return self.compute(x, cos, sin, pages, step, form)
-
     def compute(
         self,
         x: torch.Tensor,
@@ -227,9 +213,12 @@ class LatentSite:
         sin: torch.Tensor | None,
         pages: LatentPages,
         step: Step,
-        form: str,
+        form: str = "",
     ) -> torch.Tensor:
-        """In one of the two forms."""
+        """[batch, tokens, heads * value] of hidden states [batch, tokens, D]; their rows go into the cache.
+
+        In the form that is cheaper, where none is said.
+        """
         if (x.shape[0], x.shape[1]) != (pages.batch, step.tokens):
             raise ValueError(
                 f"opsmith: {self.name} was prepared for {pages.batch} x {step.tokens} tokens, and got "
@@ -238,6 +227,7 @@ class LatentSite:
         # A row of cosines and one of sines for each token.
         parts = (cos.real, cos.imag) if sin is None else (cos, sin)
         cos, sin = (t.expand(*x.shape[:2], -1).reshape(-1, t.shape[-1]).contiguous() for t in parts)
+        form = form or cheaper(self.reading, pages.batch, step.tokens, step.columns)
         compute = self._absorbed if form == "absorbed" else self._expanded
         with torch.no_grad():
             return compute(x.reshape(-1, x.shape[2]), cos, sin, pages, step).view(*x.shape[:2], self.width)
@@ -306,11 +296,10 @@ _LIBRARY.define("mla_layer(Tensor x, Tensor cos, Tensor? sin, str site) -> Tenso
 
 
 def _run(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor | None, site: str) -> torch.Tensor:
-    layer = _SITES[site]
-    pages, step = layer.switch.pages, layer.switch.step
-    if pages is None or step is None:
+    layer, laid = _SITES[site], decoding.call.laid
+    if not isinstance(laid, Laid):
         raise RuntimeError(f"opsmith: {layer.name} was called without a cache prepared for it")
-    return layer.heads(x, cos, sin, pages, step)
+    return layer.compute(x, cos, sin, laid.pages, laid.step)
 
 
 def _shape(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor | None, site: str) -> torch.Tensor:

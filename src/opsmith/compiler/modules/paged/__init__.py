@@ -54,7 +54,9 @@ class Paged:
         with self.lock:
             if not call.caches:
                 return run(*args, **kwargs)
-            why = self._refusal(model, call) or self._take_over(model, call)
+            why = (
+                self.why or call.refusal(model.parameters()) or call.beside() or self._take_over(model, call)
+            )
             if why is None:
                 try:
                     return self._on_pages(model, call, run)
@@ -63,19 +65,6 @@ class Paged:
             self.fallbacks[why] += 1
             # Pages change in place, so studying a graph would write to them several times, and elsewhere.
             return model._call_impl(*args, **kwargs) if _has_pages(call.cache) else run(*args, **kwargs)
-
-    def _refusal(self, model: nn.Module, call: conventions.ModelCall) -> str | None:
-        if self.why is not None:
-            return self.why
-        if model.training:
-            return "the model is in training mode"
-        if torch.is_grad_enabled() and any(p.requires_grad for p in model.parameters()):
-            return "gradients are recorded"
-        if (why := call.refusal() or call.beside()) is not None:
-            return why
-        if torch.is_autocast_enabled(call.tokens.device.type):
-            return "autocast is on"
-        return None
 
     def _take_over(self, model: nn.Module, call: conventions.ModelCall) -> str | None:
         """Give the call's cache pages, where it is an empty one of the library's own; or why not."""
@@ -162,18 +151,9 @@ def _has_pages(cache: Any) -> bool:
 
 def _places(call: conventions.ModelCall, layers: list[PagedLayer]) -> str | None:
     """Say which columns are padding, where a prompt begins; or why the pages cannot leave out what the mask hides."""
-    (batch, tokens), past = call.tokens.shape[:2], layers[0].columns
-    starts = call.padding(past + tokens)
+    past = layers[0].columns
+    starts = call.padding(past + call.tokens.shape[1])
     if isinstance(starts, str):
         return starts
-    columns = [0] * batch if starts is None else starts.tolist()
-    for pages in {id(layer.pages): layer.pages for layer in layers}.values():
-        if past and pages.batch != batch:
-            raise ValueError(
-                f"opsmith: the cache is for a batch of {pages.batch}, the input has {batch} sequences"
-            )
-        if not past:
-            pages.reset(batch, call.tokens.device, columns)
-        elif pages.starts != columns:
-            return "the mask hides other columns than those of the padding at the left"
-    return None
+    each = {id(layer.pages): layer.pages for layer in layers}.values()
+    return next(filter(None, [call.begin(pages, past, starts) for pages in each]), None)

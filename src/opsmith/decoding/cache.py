@@ -40,7 +40,63 @@ class Update:
         return self.layer.held.read(slots, self.key.dtype)
 
 
-class PagedLayer(DynamicLayer):  # type: ignore[misc]  # transformers has no types
+class OnPages(DynamicLayer):  # type: ignore[misc]  # transformers has no types
+    """What the library asks of a cache's layer, where its rows lie in pages that layers share: one leads them."""
+
+    pages: Pages
+    lead: bool
+    columns: int
+    _rows: Any  # keys and values of so many columns, as the library's layers have them
+
+    @property
+    def keys(self) -> torch.Tensor | None:
+        """[batch, heads, columns, width]: read together, as the library's layers have them."""
+        return self._rows(self.columns)[0] if self.columns else None
+
+    @property
+    def values(self) -> torch.Tensor | None:
+        """[batch, heads, columns, width]: read together, as the library's layers have them."""
+        return self._rows(self.columns)[1] if self.columns else None
+
+    def get_seq_length(self) -> int:
+        return self.columns
+
+    def reset(self) -> None:
+        if self.lead:
+            self.pages.reset(0, self.pages.device)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        if tokens_to_remove > 0:
+            raise ValueError(f"crop: expected a negative number of tokens to remove, got {tokens_to_remove}")
+        if self.lead:
+            self.pages.crop(max(0, self.columns + tokens_to_remove))
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        self._select(beam_idx.tolist())
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self._select([i for i in range(self.pages.batch) for _ in range(repeats)])
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        rows = indices.nonzero().flatten() if indices.dtype == torch.bool else indices
+        self._select(rows.tolist())
+
+    def _select(self, order: list[int]) -> None:
+        if not (self.lead and self.columns):
+            return
+        batch = self.pages.batch
+        if any(not -batch <= i < batch for i in order):
+            raise IndexError(f"cache: expected sequences of a batch of {batch}, got {order}")
+        self.pages.select([i % batch for i in order])
+
+    def offload(self) -> None:
+        """Blocks stay where they are."""
+
+    def prefetch(self) -> None:
+        """Blocks stay where they are."""
+
+
+class PagedLayer(OnPages):
     """One layer's keys and values in blocks. Layers that see alike share their pages; each has memory of its own."""
 
     def __init__(self, pages: Pages, dtype: torch.dtype | None = None, max_tokens: int | None = None) -> None:
@@ -89,21 +145,9 @@ class PagedLayer(DynamicLayer):  # type: ignore[misc]  # transformers has no typ
     def activate_past_recording(self) -> None:
         self.pages.keep = True
 
-    def _rows(self) -> tuple[torch.Tensor, torch.Tensor] | tuple[None, None]:
-        if self.pool is None or not self.columns:
-            return None, None
-        slots = self.pages.slots(self.pages.oldest(self.columns), self.columns)
-        return self.pool.read(slots, self.pool.given)
-
-    @property
-    def keys(self) -> torch.Tensor | None:
-        """[batch, heads, columns, width]: read together, as the library's layers have them."""
-        return self._rows()[0]
-
-    @property
-    def values(self) -> torch.Tensor | None:
-        """[batch, heads, columns, width]: read together, as the library's layers have them."""
-        return self._rows()[1]
+    def _rows(self, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+        slots = self.pages.slots(self.pages.oldest(columns), columns)
+        return self.held.read(slots, self.held.given)
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         dtype = self.dtype_held or key_states.dtype
@@ -213,45 +257,16 @@ class PagedLayer(DynamicLayer):  # type: ignore[misc]  # transformers has no typ
         first = self.pages.oldest(self.columns)
         return self.columns + query_length - first, first
 
-    def get_seq_length(self) -> int:
-        return self.columns
-
     def get_max_length(self) -> int:
         return -1 if self.max_tokens is None else self.max_tokens
 
     def reset(self) -> None:
+        super().reset()
         self.columns, self.owner = 0, None
-        self.pages.reset(0, self.pages.device)
 
     def crop(self, tokens_to_remove: int) -> None:
-        if tokens_to_remove > 0:
-            raise ValueError(f"crop: expected a negative number of tokens to remove, got {tokens_to_remove}")
-        self.pages.crop(max(0, self.columns + tokens_to_remove))
+        super().crop(tokens_to_remove)
         self.columns = max(0, self.columns + tokens_to_remove)
-
-    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        self._select(beam_idx.tolist())
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        self._select([i for i in range(self.pages.batch) for _ in range(repeats)])
-
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        rows = indices.nonzero().flatten() if indices.dtype == torch.bool else indices
-        self._select(rows.tolist())
-
-    def _select(self, order: list[int]) -> None:
-        if not (self.lead and self.columns):
-            return
-        batch = self.pages.batch
-        if any(not -batch <= i < batch for i in order):
-            raise IndexError(f"PagedCache: expected sequences of a batch of {batch}, got {order}")
-        self.pages.select([i % batch for i in order])
-
-    def offload(self) -> None:
-        """Blocks stay where they are."""
-
-    def prefetch(self) -> None:
-        """Blocks stay where they are."""
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

@@ -14,14 +14,17 @@ import torch
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from opsmith.compiler.modules.latent.pages import LatentPages
+from opsmith.decoding.cache import OnPages
 
 
-class LatentLayer(DynamicLayer):  # type: ignore[misc]  # transformers has no types
+class LatentLayer(OnPages):
     """One layer's share of the pages; `order` takes the library's order of rope dimensions to ours."""
+
+    pages: LatentPages
 
     def __init__(self, pages: LatentPages, index: int, order: torch.Tensor | None) -> None:
         self.pages, self.index, self.order = pages, index, order
-        self.is_initialized = True
+        self.lead, self.is_initialized = index == 0, True
 
     @property
     def dtype(self) -> torch.dtype:
@@ -31,21 +34,17 @@ class LatentLayer(DynamicLayer):  # type: ignore[misc]  # transformers has no ty
     def device(self) -> torch.device:
         return self.pages.device
 
+    @property
+    def columns(self) -> int:  # type: ignore[override]
+        """All layers have as many, once the last of them was given its rows."""
+        return self.pages.columns
+
     def _rows(self, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Latent and rotated rows as the library would have them."""
         nope, rope = self.pages.read(self.index, columns)
         if self.order is not None:
             rope = rope[..., self.order.argsort()]
         return nope.unsqueeze(1), rope.unsqueeze(1)
-
-    @property
-    def keys(self) -> torch.Tensor | None:
-        """The latent rows as the library would have them."""
-        return self._rows(self.pages.columns)[0] if self.pages.columns else None
-
-    @property
-    def values(self) -> torch.Tensor | None:
-        """The rotated rows as the library would have them."""
-        return self._rows(self.pages.columns)[1] if self.pages.columns else None
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """There is nothing to prepare."""
@@ -73,38 +72,6 @@ class LatentLayer(DynamicLayer):  # type: ignore[misc]  # transformers has no ty
         if self.index == len(self.pages.caches) - 1:
             self.pages.commit(tokens)
         return self._rows(step.columns)
-
-    def get_seq_length(self) -> int:
-        return self.pages.columns
-
-    def reset(self) -> None:
-        if self.index == 0:
-            self.pages.reset(0, self.pages.device)
-
-    def crop(self, tokens_to_remove: int) -> None:
-        if tokens_to_remove > 0:
-            raise ValueError(f"crop: expected a negative number of columns to remove, got {tokens_to_remove}")
-        if self.index == 0 and tokens_to_remove:
-            self.pages.crop(max(0, self.pages.columns + tokens_to_remove))
-
-    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        if self.index == 0 and self.pages.columns:
-            self.pages.select(beam_idx.tolist())
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        if self.index == 0 and self.pages.columns:
-            self.pages.select([i for i in range(self.pages.batch) for _ in range(repeats)])
-
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        if self.index == 0 and self.pages.columns:
-            rows = indices.nonzero().flatten() if indices.dtype == torch.bool else indices
-            self.pages.select([int(i) % self.pages.batch for i in rows.tolist()])
-
-    def offload(self) -> None:
-        """Pages stay where they are."""
-
-    def prefetch(self) -> None:
-        """Pages stay where they are."""
 
 
 def unfit(cache: Any) -> str | None:

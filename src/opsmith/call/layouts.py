@@ -34,7 +34,7 @@ def as_rows(x: torch.Tensor) -> torch.Tensor:
     if x.dim() == 2 and x.stride()[1] == 1:
         return x
     n = x.shape[-1]
-    rows = x.reshape(-1, n) if n else x.reshape(x.shape[:-1].numel(), 0)
+    rows = x.reshape(x.shape[:-1].numel(), n)
     return rows if n <= 1 or rows.stride()[1] == 1 else rows.contiguous()
 
 
@@ -58,16 +58,11 @@ def out_rows(out: torch.Tensor) -> torch.Tensor:
     if out.dim() == 2 and out.stride()[1] == 1:
         return out
     try:
-        rows = (
-            out.view(-1, out.shape[-1])
-            if out.numel()
-            else out.reshape((-1, out.shape[-1]) if out.shape[-1] else (out.shape[:-1].numel(), 0))
-        )
+        return out.view(out.shape[:-1].numel(), out.shape[-1])
     except RuntimeError:
         raise ValueError(
             f"out= must be viewable as rows, got strides {out.stride()}; pass a contiguous tensor"
         ) from None
-    return rows
 
 
 def writable(out: torch.Tensor) -> bool:

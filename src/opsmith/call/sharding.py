@@ -1,45 +1,27 @@
 """Calls whose tensors are spread over ranks (`DTensor`): each rank computes with its part, as the signature allows.
 
-A signature's words say which tensors share a size, and a call's `apart` along which sizes results do not depend on each
-other: the rows of a normalization, the heads of an attention. What one tensor is spread along, all are that have this
-size; a tensor without it is the same on all ranks, and its gradient is a sum over them (`Partial`). Nothing is
+A signature's words say which tensors share a size, and a `Call`'s `apart` along which sizes results do not depend on
+each other: the rows of a normalization, the heads of an attention. What one tensor is spread along, all are that have
+this size; a tensor without it is the same on all ranks, and its gradient is a sum over them (`Partial`). Nothing is
 gathered: what would have to be is refused. A plain tensor stands for one that all ranks have alike.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from opsmith.call.signature import Sizes
-
 __all__ = ["Spread", "run"]
-
-
-class Spreads(Protocol):
-    """What an operator says of its sizes."""
-
-    op: str
-    given: tuple[str, ...]
-
-    def sizes(self, values: Sequence[Any]) -> Mapping[str, Sizes]:
-        """The words for the sizes of each tensor, results included."""
-
-    def apart(self, values: Sequence[Any]) -> Sequence[str]:
-        """Those of them along which results are independent."""
-
-    def made(self, values: Sequence[Any]) -> list[Any]:
-        """The results: declaration, shape and dtype."""
 
 
 class Spread:
     """How one call is spread: for each dimension of the mesh the size that it divides, or None."""
 
-    def __init__(self, call: Spreads, values: Sequence[Any]) -> None:
+    def __init__(self, call: Any, values: Sequence[Any]) -> None:
         self.op, self._words, self._apart = call.op, call.sizes(values), call.apart(values)
         tensors = {n: v for n, v in zip(call.given, values, strict=False) if isinstance(v, torch.Tensor)}
         spread = {name: t for name, t in tensors.items() if isinstance(t, DTensor)}
@@ -108,7 +90,7 @@ class Spread:
             found.append(Replicate() if along is None else otherwise if at is None else Shard(at))
         return found
 
-    def parts(self, call: Spreads, values: Sequence[Any]) -> list[Any]:
+    def parts(self, call: Any, values: Sequence[Any]) -> list[Any]:
         """What this rank computes with; gradients come back as they belong."""
         found = []
         for name, t in zip(call.given, values, strict=False):

@@ -35,16 +35,6 @@ __all__ = [
 ]
 
 _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-_DTYPES = {
-    "float64": torch.float64,
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "bool": torch.bool,
-    "int8": torch.int8,
-    "int32": torch.int32,
-    "int64": torch.int64,
-}
 # What kernels can be given; see types.h.
 IN_KERNELS = {
     torch.float32: "f32",
@@ -55,6 +45,7 @@ IN_KERNELS = {
     torch.int32: "i32",
     torch.int64: "i64",
 }
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float64, *IN_KERNELS)}
 
 Sizes = tuple[int | str, ...]
 Scalar = float | int | bool | None

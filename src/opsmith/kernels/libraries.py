@@ -129,15 +129,11 @@ def load(*names: str) -> bool:
             names a tier that does not exist or that this CPU cannot run.
         BuildError: ``OPSMITH_NATIVE=1`` and a library cannot be built.
     """
-    for name in names:
-        library = _offered.get(name)
-        if library in _refused:
-            return False
-        if library not in _loaded:
-            break
-    else:
-        if names:
-            return True
+    wanted = {_offered[name] for name in names if name in _offered}
+    if not wanted.isdisjoint(_refused):
+        return False
+    if names and all(_offered.get(name) in _loaded for name in names):
+        return True
     with _lock:
         if unknown := [name for name in names if name not in _offered]:
             raise ValueError(

@@ -191,9 +191,6 @@ def on_pages(
     if step.past:
         first = pages.oldest(step.past)
         key, value = pool.read(pages.slots(first, step.columns), query.dtype)
-    padded = None
-    if any(start > first for start in pages.starts):
-        columns = torch.arange(first, step.columns, device=query.device)
-        padded = columns >= torch.tensor(pages.starts, device=query.device).view(-1, 1, 1, 1)
-    y = attention(query, key, value, mask=padded, causal=True, window=window, **how)
+    mask = pages.there(first, step.columns)
+    y = attention(query, key, value, mask=mask, causal=True, window=window, **how)
     return y.transpose(1, 2)

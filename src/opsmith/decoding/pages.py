@@ -108,6 +108,13 @@ class Pages:
         """The first column that a token behind so many sees."""
         return 0 if self.window is None else max(0, columns - self.window + 1)
 
+    def there(self, first: int, end: int) -> torch.Tensor | None:
+        """[batch, 1, 1, end - first]: whether each column is one of the sequence's own; None where all of them are."""
+        if all(start <= first for start in self.starts):
+            return None
+        starts = torch.tensor(self.starts, device=self.device)
+        return torch.arange(first, end, device=self.device) >= starts.view(-1, 1, 1, 1)
+
     def slots(self, first: int, end: int) -> torch.Tensor:
         """[batch, end - first]: the slot of each column, -1 where there is padding."""
         columns = torch.arange(first, end, device=self.device)

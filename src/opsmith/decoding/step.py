@@ -21,7 +21,7 @@ from opsmith.call.fast import direct
 from opsmith.decoding import NoState, Unserved, laying
 from opsmith.decoding.attention import FEW, on_pages
 from opsmith.decoding.cache import PagedLayer
-from opsmith.decoding.pages import Step
+from opsmith.decoding.pages import Pages, Step
 
 NAME = "opsmith_step"  # of this attention in transformers' registry
 
@@ -59,30 +59,27 @@ class Calling:
     """A call of a model: its layers, and the step that the pages of each take."""
 
     layers: Sequence[PagedLayer]
-    steps: dict[int, Step]  # by the identity of the pages
+    steps: dict[Pages, Step]
 
     @classmethod
     def begin(cls, layers: Sequence[PagedLayer], tokens: int) -> Calling:
         """Make room for so many new columns. Nothing counts as there before `commit`."""
-        pages = {id(layer.pages): layer.pages for layer in layers}
-        return cls(layers, {key: p.begin(tokens) for key, p in pages.items()})
+        each = dict.fromkeys(layer.pages for layer in layers)
+        return cls(layers, {pages: pages.begin(tokens) for pages in each})
 
     def commit(self) -> None:
         """The new rows are there."""
-        done: set[int] = set()
+        for pages, step in self.steps.items():
+            pages.commit(step.tokens)
         for layer in self.layers:
-            step = self.steps[id(layer.pages)]
-            if id(layer.pages) not in done:
-                done.add(id(layer.pages))
-                layer.pages.commit(step.tokens)
-            layer.columns = step.columns
+            layer.columns = layer.pages.columns
 
     def fixed(self) -> Hashable | None:
         """Sizes, and where the blocks lie; None where attention is told of padding, or of what was before many tokens,
         by other means than tensors."""
         found: list[Hashable] = []
         for layer in self.layers:
-            step = self.steps[id(layer.pages)]
+            step = self.steps[layer.pages]
             if layer.pool is None or (step.tokens > FEW if step.past else any(layer.pages.starts)):
                 return None
             layer.pool.fit(layer.pages.capacity)
@@ -98,8 +95,8 @@ class Calling:
         """The same call with these."""
         given = iter(tensors)
         steps = {
-            key: replace(step, slots=next(given), tables=next(given), lens=next(given))
-            for key, step in self.steps.items()
+            pages: replace(step, slots=next(given), tables=next(given), lens=next(given))
+            for pages, step in self.steps.items()
         }
         return laying(Calling(self.layers, steps))
 
@@ -149,7 +146,7 @@ def _run(
     if held.pool is not None and held.pool.given is not k.dtype and not held.columns:
         held.pool = None  # of a cache before this one
     pages, pool = held.pages, held.pool
-    step = call.steps[id(pages)]
+    step = call.steps[pages]
     if pool is not None:
         pool.fit(pages.capacity)
         # One call: of a layer whose weights have just emptied the caches, each view that Python makes costs 20 us.

@@ -47,61 +47,59 @@ def _calls(model: nn.Module, given: Any, tokenizer: Any) -> Iterator[dict[str, A
         yield {"input_ids": torch.cat((before, part))[None]}
 
 
-class Calibration:
-    """The inputs of layers, layer by layer as a model is rounded: what is behind sees what rounding did before.
+def gathered(
+    model: nn.Module, calls: Calls, layers: Mapping[str, nn.Module], widths: Mapping[str, int]
+) -> Iterator[dict[str, Inputs]]:
+    """The inputs of layers by name, some layers at a time; those that no token reaches are left out.
 
-    Sums over inputs are as large as a layer is wide, squared. So they are gathered for some layers in a row, as many as
-    memory should hold; these are rounded, and the model reads the text again for the next ones.
+    Layer by layer as a model is rounded: what is behind sees what rounding did before. Sums over inputs are as large as
+    a layer is wide, squared. So they are gathered for some layers in a row, as many as memory should hold; these are
+    rounded, and the model reads the text again for the next ones.
     """
+    batch: dict[nn.Module, str] = {}
+    held = 0
+    for name, layer in layers.items():
+        size = 4 * widths[name] ** 2
+        if batch and held + size > _MEMORY:
+            yield _gather(model, calls, batch, widths)
+            batch, held = {}, 0
+        batch[layer] = name
+        held += size
+    if batch:
+        yield _gather(model, calls, batch, widths)
 
-    def __init__(self, model: nn.Module, calls: Calls) -> None:
-        self._model, self._calls = model, calls
 
-    def gathered(
-        self, layers: Mapping[str, nn.Module], widths: Mapping[str, int]
-    ) -> Iterator[dict[str, Inputs]]:
-        """The inputs of layers by name, some layers at a time; those that no token reaches are left out."""
-        batch: dict[nn.Module, str] = {}
-        held = 0
-        for name, layer in layers.items():
-            size = 4 * widths[name] ** 2
-            if batch and held + size > _MEMORY:
-                yield self._gather(batch, widths)
-                batch, held = {}, 0
-            batch[layer] = name
-            held += size
-        if batch:
-            yield self._gather(batch, widths)
+def _gather(
+    model: nn.Module, calls: Calls, names: Mapping[nn.Module, str], widths: Mapping[str, int]
+) -> dict[str, Inputs]:
+    found: dict[str, Inputs] = {}
+    last: tuple[Any, Inputs | None] = (None, None)
 
-    def _gather(self, names: Mapping[nn.Module, str], widths: Mapping[str, int]) -> dict[str, Inputs]:
-        found: dict[str, Inputs] = {}
-        last: tuple[Any, Inputs | None] = (None, None)
+    def look(module: nn.Module, args: tuple[Any, ...]) -> None:
+        nonlocal last
+        if not args:  # given by name, as nobody gives the input of a linear layer
+            return
+        name, x = names[module], args[0]
+        # Queries, keys and values have one input, and so one sum.
+        if last[1] is not None and x is last[0] and found.setdefault(name, last[1]) is last[1]:
+            return
+        if name not in found:
+            found[name] = Inputs(widths[name], x.device)
+        found[name].add(x)
+        last = (x, found[name])
 
-        def look(module: nn.Module, args: tuple[Any, ...]) -> None:
-            nonlocal last
-            if not args:  # given by name, as nobody gives the input of a linear layer
-                return
-            name, x = names[module], args[0]
-            # Queries, keys and values have one input, and so one sum.
-            if last[1] is not None and x is last[0] and found.setdefault(name, last[1]) is last[1]:
-                return
-            if name not in found:
-                found[name] = Inputs(widths[name], x.device)
-            found[name].add(x)
-            last = (x, found[name])
-
-        device = next(p.device for p in self._model.parameters())
-        options = {}
-        if "logits_to_keep" in inspect.signature(self._model.forward).parameters:
-            options["logits_to_keep"] = 1  # the output layer is packed without
-        with ExitStack() as hooks, torch.no_grad():
-            for layer in names:
-                hooks.enter_context(layer.register_forward_pre_hook(look))
-            for call in self._calls:
-                here = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in call.items()}
-                try:
-                    self._model._call_impl(**options | here)
-                except Exception as error:  # any exception of a user's model is the answer here
-                    raise ValueError(f"calibration: the model does not take it: {error}") from error
-                last = (None, None)
-        return found
+    device = next(p.device for p in model.parameters())
+    options = {}
+    if "logits_to_keep" in inspect.signature(model.forward).parameters:
+        options["logits_to_keep"] = 1  # the output layer is packed without
+    with ExitStack() as hooks, torch.no_grad():
+        for layer in names:
+            hooks.enter_context(layer.register_forward_pre_hook(look))
+        for call in calls:
+            here = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in call.items()}
+            try:
+                model._call_impl(**options | here)
+            except Exception as error:  # any exception of a user's model is the answer here
+                raise ValueError(f"calibration: the model does not take it: {error}") from error
+            last = (None, None)
+    return found

@@ -48,8 +48,8 @@ def as_linear(module: nn.Module) -> nn.Linear:
     """The layer as an `nn.Linear` on the same memory."""
     if isinstance(module, nn.Linear):
         return module
-    weight, bias = _tensors(module)
-    return layer_of(weight.t(), bias).train(module.training)
+    held = dict(module.named_parameters())
+    return layer_of(held["weight"].t(), held.get("bias")).train(module.training)
 
 
 def layer_of(weight: torch.Tensor, bias: torch.Tensor | None = None) -> nn.Linear:
@@ -62,18 +62,13 @@ def layer_of(weight: torch.Tensor, bias: torch.Tensor | None = None) -> nn.Linea
     return layer
 
 
-def _tensors(module: nn.Module) -> tuple[torch.Tensor, torch.Tensor | None]:
-    held = dict(module.named_parameters())
-    return held["weight"], held.get("bias")
-
-
 def _turned(module: nn.Module) -> bool:
     """Whether a module is `x @ weight + bias` with a weight [K, N]: called in float64, it is asked, not its name."""
     held = dict(module.named_parameters())
     own = not type(module).__module__.startswith("torch.")  # whose modules with such a weight are embeddings
     if not own or not {"weight"} <= set(held) <= {"weight", "bias"} or any(True for _ in module.buffers()):
         return False
-    weight, bias = _tensors(module)
+    weight, bias = held["weight"], held.get("bias")
     if not weight.is_floating_point() or (bias is not None and bias.shape != weight.shape[1:]):
         return False
     x = torch.randn(2, 3, len(weight), generator=torch.Generator().manual_seed(0), dtype=torch.float64)

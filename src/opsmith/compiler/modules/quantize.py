@@ -19,7 +19,7 @@ from opsmith.compiler.choose.weights import Seen
 from opsmith.compiler.config import Config
 from opsmith.compiler.find.joined import join, side_by_side
 from opsmith.compiler.find.site import Site
-from opsmith.compiler.modules.calibrate import Calibration, Calls
+from opsmith.compiler.modules.calibrate import Calls, gathered
 from opsmith.compiler.modules.linear_layers import as_linear, linear_layers, output_layer, own, tensors
 from opsmith.compiler.modules.mixtures import PackedMixture, experts_of
 from opsmith.compiler.modules.stand_in import QuantizedLayer, StandIn, formats
@@ -132,7 +132,7 @@ class Packing:
             if calibration and records[name].format == "int4" and not (module is head or name in mixtures)
         }
         widths = {name: as_linear(module).in_features for name, module in rounded.items()}
-        for found in Calibration(model, calibration or []).gathered(rounded, widths):
+        for found in gathered(model, calibration or [], rounded, widths):
             for name, inputs in found.items():
                 stand_in(name, inputs)
         for name in modules:

@@ -103,7 +103,9 @@ class Latent:
         self._whole = bool(kept) and len(kept) == conventions.layers(model)
 
     def _prove(self, site: LatentSite, found: latent_prove.Seen) -> bool:
-        report, verdict = site.report, latent_prove.identify(site, found)
+        report = site.report
+        with latent_prove.inputs_as_they_are(site.module):
+            verdict = latent_prove.identify(site, found)
         report.error, report.bound, report.why = verdict.error, verdict.bound, verdict.why
         if not verdict.ok:
             report.status = "rolled back"
@@ -144,7 +146,9 @@ class Latent:
         """Prepare a call: what to call with, and whether through the captured graph."""
         with self._lock:
             call = conventions.ModelCall(model, args, kwargs)
-            why = call.refusal(p for s in self.sites for p in s.module.parameters()) or self._odd()
+            why = call.refusal(p for s in self.sites for p in s.module.parameters())
+            if not all(s.roles.known and conventions.place(s.module) is not None for s in self.sites):
+                why = why or "its layers keep something else than a cache of Hugging Face's"
             pages = None
             if why is None:
                 pages, why = self._pages(call)
@@ -165,10 +169,6 @@ class Latent:
                 pages.commit(tokens)
             finally:
                 self.switch.on = False
-
-    def _odd(self) -> str | None:
-        known = all(s.roles.known and conventions.place(s.module) is not None for s in self.sites)
-        return None if known else "its layers keep something else than a cache of Hugging Face's"
 
     def _pages(self, call: conventions.ModelCall) -> tuple[LatentPages | None, str | None]:
         """The pages of the call's cache, which is taken over where it is the library's own; or why not."""

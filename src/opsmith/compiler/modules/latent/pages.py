@@ -31,13 +31,6 @@ class LatentPages(Pages):
         self._fit()
         return step
 
-    def there(self, columns: int) -> torch.Tensor | None:
-        """[batch, columns]: whether each column is one of the sequence's own; None where all of them are."""
-        if not any(self.starts):
-            return None
-        starts = torch.tensor(self.starts, device=self.device)
-        return torch.arange(columns, device=self.device) >= starts[:, None]
-
     def read(self, layer: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Rows [batch, columns, kv_lora] and [..., rope] as they were cached, zeros where there is padding."""
         cache, slots = self.caches[layer], self.slots(0, columns)

@@ -49,7 +49,7 @@ def seen(roles: Roles, given: Mapping[str, Any]) -> Seen:
 
 
 @contextlib.contextmanager
-def _inputs_as_they_are(module: nn.Module) -> Iterator[None]:
+def inputs_as_they_are(module: nn.Module) -> Iterator[None]:
     """Packed layers round no inputs: what that takes is no error of arithmetic, and stands in the report."""
     rounding: list[Any] = [m for m in module.children() if getattr(m, "format", None) == "int8_dynamic"]
     for layer in rounding:
@@ -63,11 +63,6 @@ def _inputs_as_they_are(module: nn.Module) -> Iterator[None]:
 
 def identify(site: LatentSite, found: Seen) -> Verdict:
     """Give the site the reading that computes what its module does, or say why none does."""
-    with _inputs_as_they_are(site.module):
-        return _identify(site, found)
-
-
-def _identify(site: LatentSite, found: Seen) -> Verdict:
     best = Verdict(False, math.inf, 0.0, "no reading of its layers computes what it does")
     for out in {r.out for r in site.readings}:
         try:
@@ -104,7 +99,7 @@ def calibrate(site: LatentSite, found: Seen) -> None:
 
 def lost(site: LatentSite, found: Seen, mode: str) -> float:
     """How far the results are from the exact ones, relative to these: what rounding weights or rows took."""
-    with _inputs_as_they_are(site.module):
+    with inputs_as_they_are(site.module):
         exact, _ = _own(site, site.reading.out, found, exact=True)
     got = _ours(site, found, mode, "absorbed")[0].double()
     return float((got - exact).norm() / exact.norm().clamp(min=1e-300))

@@ -278,13 +278,11 @@ class LatentSite:
         made = made.view(*nope.shape[:2], r.heads, r.nope + r.value)
         shared = rope.unsqueeze(2).expand(-1, -1, r.heads, -1)
         keys = torch.cat((made[..., : r.nope], shared), -1)
-        there = pages.there(step.columns)
-        mask = None if there is None else there[:, None, None, :]
         y = attention(
             q.transpose(1, 2),
             keys.transpose(1, 2),
             made[..., r.nope :].transpose(1, 2),
-            mask=mask,
+            mask=pages.there(0, step.columns),
             causal=True,
             scale=self.scale,
         )

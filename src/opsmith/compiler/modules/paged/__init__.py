@@ -103,7 +103,7 @@ class Paged:
 
     def _reuse(self, layers: list[PagedLayer]) -> None:
         """Give a new cache the memory of one that is gone, where recorded calls read it."""
-        for pages in {id(layer.pages): layer.pages for layer in layers}.values():
+        for pages in dict.fromkeys(layer.pages for layer in layers):
             mine, spare = [layer for layer in layers if layer.pages is pages], self._spare[pages.window]
             if spare and len(spare[-1]) == len(mine):
                 for layer, pool in zip(mine, spare.pop(), strict=True):
@@ -155,5 +155,5 @@ def _places(call: conventions.ModelCall, layers: list[PagedLayer]) -> str | None
     starts = call.padding(past + call.tokens.shape[1])
     if isinstance(starts, str):
         return starts
-    each = {id(layer.pages): layer.pages for layer in layers}.values()
+    each = dict.fromkeys(layer.pages for layer in layers)
     return next(filter(None, [call.begin(pages, past, starts) for pages in each]), None)

@@ -10,6 +10,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -77,8 +79,8 @@ def study(model: nn.Module, tokens: torch.Tensor, windows: list[int | None], ver
                 return f"the mask of layer {at} is more than causality, a window and padding"
             if seen.window is None and window is not None:
                 return f"layer {at} sees all tokens, and its cache holds a window"
-            if (odd := _odd(seen.options)) is not None:
-                return f"layer {at} gives its attention {odd}"
+            if odd := [name for name in _MORE if seen.options.get(name) is not None]:
+                return f"layer {at} gives its attention {odd[0]}"
         if verify and (why := _wrong({at: (by_layer[at], window) for at, window in enumerate(windows)})):
             return why
         with torch.no_grad(), conventions.attending(chosen, step.NAME):
@@ -123,7 +125,7 @@ def _stepwise(model: nn.Module, inputs: dict[str, Any], windows: list[int | None
 
     layers = _layers(windows)
     mask = inputs["attention_mask"]
-    for pages in {id(layer.pages): layer.pages for layer in layers}.values():
+    for pages in dict.fromkeys(layer.pages for layer in layers):
         pages.reset(len(mask), mask.device, (mask.shape[1] - mask.sum(1)).tolist())
     for some in (slice(0, -1), slice(-1, None)):
         given = {name: t[:, some] for name, t in inputs.items()}
@@ -143,11 +145,6 @@ def _layers(windows: list[int | None]) -> list[Any]:
 
     pages = {window: Pages(_BLOCK, window) for window in windows}
     return [PagedLayer(pages[window]) for window in windows]
-
-
-def _odd(options: dict[str, Any]) -> str | None:
-    """An argument that changes what an attention computes, and that the pages' does not have."""
-    return next((name for name in _MORE if options.get(name) is not None), None)
 
 
 def _wrong(layers: Mapping[int, tuple[Seen, int | None]]) -> str:
@@ -184,18 +181,15 @@ def _by_pages(seen: Seen, window: int | None) -> torch.Tensor:
     from opsmith.decoding.step import Calling, attend
 
     tokens, layers, results = seen.query.shape[2], _layers([window]), []
+    first: Any = SimpleNamespace(layer_idx=0)
     layers[0].pages.reset(1, seen.query.device)
     for some in (slice(0, tokens - 1), slice(tokens - 1, tokens)):
         prepared = Calling.begin(layers, some.stop - some.start)
         with laying(prepared):
             q, k, v = (t[:, :, some] for t in (seen.query, seen.key, seen.value))
-            results.append(attend(_First(), q, k, v, None, **seen.options)[0])
+            results.append(attend(first, q, k, v, None, **seen.options)[0])
         prepared.commit()
     return torch.cat(results, 1)
-
-
-class _First(nn.Module):
-    layer_idx = 0
 
 
 def _mask_for(seen: Seen, dtype: torch.dtype) -> torch.Tensor:
@@ -236,18 +230,13 @@ def _attend(
     return own(module, query, key, value, attention_mask, **options)
 
 
-def _mask(**options: Any) -> Any:
-    """Every mask in numbers, with what it says in words where it says no more."""
-    from opsmith.decoding.attention import mask
-
-    return mask(**options, always=True)
-
-
 def _register() -> None:
     from transformers import AttentionInterface, AttentionMaskInterface
 
     from opsmith.decoding import step
+    from opsmith.decoding.attention import mask
 
     AttentionInterface.register(step.NAME, step.attend)
     AttentionInterface.register(_NAME, _attend)
-    AttentionMaskInterface.register(_NAME, _mask)
+    # Every mask in numbers, with what it says in words where it says no more.
+    AttentionMaskInterface.register(_NAME, partial(mask, always=True))

@@ -180,11 +180,8 @@ def _company(p: Parameter, tensors: Sequence[Parameter]) -> Iterator[str]:
 def _check(test: str, *words: str) -> str:
     """A line that refuses what fails a test; of the words, those after the first are C++."""
     text, *values = words
-    return f"STD_TORCH_CHECK({_joined((test, 'op', _quoted(f': {text}'), *values))});"
-
-
-def _quoted(text: str) -> str:
-    return f'"{text}"'
+    said = _joined((f'": {text}"', *values))
+    return f"STD_TORCH_CHECK({test}, op, {said});"
 
 
 def _is_rows(p: Parameter) -> bool:

@@ -103,7 +103,8 @@ class Session:
             self.decline("weights that are spread over ranks learn in eager", len(gm.graph.nodes))
             return gm.forward
         shards = Shards(gm, example_inputs)
-        return shards.around(by_parts(shards.graph, shards.added(example_inputs), self._graph))
+        run = by_parts(shards.graph, shards.added(example_inputs), self._graph)
+        return lambda *inputs: run(*shards.added(inputs))
 
     def changed(self) -> bool:
         """Whether the model has other hooks or methods than were captured, which its graphs know nothing of."""

@@ -195,13 +195,10 @@ class _Job:
             else:
                 paths = [self.library(store, built_by)]
             for path in paths:
-                if self.usable(store, path):
+                if _usable(store, path, self.binds):
                     store.used(path)
                     return path
         return None
-
-    def usable(self, store: cache.Store, path: Path) -> bool:
-        return _usable(store, path, self.binds)
 
 
 def _build(
@@ -224,7 +221,7 @@ def _build(
                     f"opsmith: another process has been building {job.key} for too long; stop it"
                 ) from error
         if not force:  # another process may have built one while we waited
-            jobs = [job for job in jobs if not job.usable(store, job.library(store, built_by))]
+            jobs = [job for job in jobs if not _usable(store, job.library(store, built_by), job.binds)]
         if not jobs:
             return True
         folder = held.enter_context(store.workshop(jobs[0].key))

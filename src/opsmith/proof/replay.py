@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -80,13 +81,9 @@ def call_of(text: str, make: Make | None = None) -> dict[str, Any]:
 
 
 def _setting(text: str) -> Any:
-    if text in _WORDS:
-        return _WORDS[text]
-    for number in (int, float):
-        try:
-            return number(text)
-        except ValueError:
-            continue
+    for read in (_WORDS.__getitem__, int, float):
+        with suppress(KeyError, ValueError):
+            return read(text)
     return text
 
 

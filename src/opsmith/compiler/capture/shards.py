@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,8 +17,6 @@ from torch import fx, nn
 from torch.fx import Node
 
 from opsmith.call.dispatch import is_sharded
-
-Run = Callable[..., Any]
 
 
 def is_gathered(model: nn.Module) -> bool:
@@ -70,7 +68,3 @@ class Shards:
             known = self._held[i] = held, nn.Parameter(held, requires_grad=False)
             weakref.finalize(weight, self._held.pop, i, None).atexit = False
         return known[1]
-
-    def around(self, run: Run) -> Run:
-        """What runs with shards, called without."""
-        return lambda *inputs: run(*self.added(inputs))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -61,22 +62,22 @@ def _step(site: Site, value: Callable[[Node], Any], learn: Collection[Node]) -> 
     """A call of the public function, and its gradients."""
     call = site.call(value)
     leaves = {name: call[name].detach().requires_grad_() for name in _learning_arguments(site, learn)}
-    call |= leaves
+    return with_gradients(partial(site.card.function, **call | leaves), [*leaves.values()])
 
-    def results() -> list[torch.Tensor]:
-        result = site.card.function(**call)
-        return [*result] if isinstance(result, tuple) else [result]
 
-    if not leaves:
-        return results
-    with torch.enable_grad():
-        upstream = [torch.ones_like(r) for r in results()]
+def with_gradients(run: Callable[[], Any], leaves: Sequence[torch.Tensor]) -> Callable[[], object]:
+    """A call and the gradients of these, where there are any."""
+    upstream: list[torch.Tensor] = []  # made once: a model's own come from behind
 
     def step() -> object:
         with torch.enable_grad():
-            return torch.autograd.grad(results(), [*leaves.values()], upstream, allow_unused=True)
+            found = run()
+            each = found if isinstance(found, tuple | list) else [found]
+            results = [r for r in each if isinstance(r, torch.Tensor) and r.requires_grad]
+            upstream.extend(map(torch.ones_like, results[len(upstream) :]))
+            return torch.autograd.grad(results, leaves, upstream, allow_unused=True)
 
-    return step
+    return step if leaves else run
 
 
 def _learning_arguments(site: Site, learn: Collection[Node]) -> list[str]:

@@ -6,12 +6,14 @@ import hashlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 from opsmith import measure
 from opsmith.compiler.choose.select import Selector, device_of
+from opsmith.compiler.choose.settle import with_gradients
 from opsmith.compiler.plan import PlanStep
 from opsmith.compiler.reasons import raised
 
@@ -69,14 +71,7 @@ def _step(run: Run, args: Sequence[Any]) -> Callable[[], object]:
     """A run of a graph and its gradients, of which its inputs notice nothing."""
     given = [a.detach().requires_grad_(a.requires_grad) if isinstance(a, torch.Tensor) else a for a in args]
     leaves = [a for a in given if isinstance(a, torch.Tensor) and a.requires_grad]
-
-    def step() -> object:
-        with torch.enable_grad():
-            results = [r for r in run(*given) if isinstance(r, torch.Tensor) and r.requires_grad]
-            upstream = [torch.ones_like(r) for r in results]
-            return torch.autograd.grad(results, leaves, upstream, allow_unused=True)
-
-    return step
+    return with_gradients(partial(run, *given), leaves)
 
 
 def _timed(

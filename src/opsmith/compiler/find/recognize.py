@@ -124,8 +124,9 @@ class _Finder:
             outcome = self.known[window.form]
             if outcome is None:
                 return None
-            reading = Reading(self.templates[outcome.template], outcome.cut_in(window), window)
-            if not outcome.right:
+            right, template, cut = outcome
+            reading = Reading(self.templates[template], tuple(window.nodes[i] for i in cut), window)
+            if not right:
                 self.near[root] = reading
                 return None
             site = self._try(root, reading, self._canon(root, reading))
@@ -151,7 +152,7 @@ class _Finder:
         known = None
         if near is not None:
             template, cut = self.templates.index(near.template), [window.nodes.index(n) for n in near.cut]
-            known = _Outcome(site is not None, template, cut)
+            known = site is not None, template, cut
             if site is None:
                 self.near[root] = near
         if window.form is not None:
@@ -320,16 +321,8 @@ class Reading:
     window: Window
 
 
-@dataclass(frozen=True)
-class _Outcome:
-    """The reading that was right for a root, or came closest, by the numbers of its template and nodes."""
-
-    right: bool
-    template: int
-    cut: list[int]
-
-    def cut_in(self, window: Window) -> tuple[Node, ...]:
-        return tuple(window.nodes[i] for i in self.cut)
+# Whether a reading was right for a root, or came closest only, and the numbers of its template and nodes.
+_Outcome = tuple[bool, int, list[int]]
 
 
 @lru_cache(maxsize=4)

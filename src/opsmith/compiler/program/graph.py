@@ -76,11 +76,9 @@ class CompiledGraph:
             return self._first(key, args)
         if self.recordings is not None:
             with current(self._gpu):
-                return self.recordings(key, self._alone if program is None else program.apart, args)
+                run = (lambda args: self._plain(*args)) if program is None else program.apart
+                return self.recordings(key, run, args)
         return self._plain(*args) if program is None else program(args)
-
-    def _alone(self, args: Sequence[Any]) -> Any:
-        return self._plain(*args)
 
     def _forget(self) -> None:
         self.programs.clear()

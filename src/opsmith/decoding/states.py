@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 # What is known without the numbers.
 _PROPERTIES = ("shape", "dtype", "device", "ndim", "requires_grad", "is_cuda", "layout")
@@ -48,12 +49,5 @@ class PagedStates(torch.Tensor):
     ) -> Any:
         if func in _KNOWN:
             return super().__torch_function__(func, types, args, kwargs)
-        return func(*_read(args), **_read(kwargs or {}))
-
-
-def _read(value: Any) -> Any:
-    if isinstance(value, PagedStates):
-        return value.together()
-    if isinstance(value, tuple | list):
-        return type(value)(map(_read, value))
-    return {name: _read(v) for name, v in value.items()} if isinstance(value, dict) else value
+        args, kwargs = tree_map_only(PagedStates, lambda states: states.together(), (args, kwargs or {}))
+        return func(*args, **kwargs)

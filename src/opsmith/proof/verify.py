@@ -14,6 +14,7 @@ from textwrap import shorten
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map
 
 from opsmith.call.arguments import short
 from opsmith.call.dispatch import always_native
@@ -263,10 +264,4 @@ def with_leaves(args: Any, kwargs: Any) -> tuple[Any, Any, list[torch.Tensor]]:
 
 def _in_dtypes_of(value: Any, like: Any) -> Any:
     """Nested values with each tensor in the dtype of the one at the same place in `like`."""
-    if isinstance(value, torch.Tensor):
-        return value.to(like.dtype)
-    if isinstance(value, tuple | list):
-        return type(value)(_in_dtypes_of(v, w) for v, w in zip(value, like, strict=True))
-    if isinstance(value, dict):
-        return {key: _in_dtypes_of(v, like[key]) for key, v in value.items()}
-    return value
+    return tree_map(lambda v, w: v.to(w.dtype) if isinstance(v, torch.Tensor) else v, value, like)

@@ -58,9 +58,16 @@ def _absorb_residual(site: Site, computed: set[Node], fits: Fits) -> None:
     if any(x < node for name, v in site.arguments.items() if name != "x" for node in nodes_in(v)):
         return  # a weight computed after the addition: the call could not stand where its results are needed
     call = {**site.arguments, "x": a, "residual": b}
-    grown = replace(site, arguments=call, outputs=(site.root, x), region=site.region | {x})
-    if fits(grown):
-        site.grow(grown)
+    _grow(site, fits, arguments=call, outputs=(site.root, x), region=site.region | {x})
+
+
+def _grow(site: Site, fits: Fits, **larger: Any) -> bool:
+    """Let a site be a larger one, where that fits."""
+    grown = replace(site, **larger)
+    if not fits(grown):
+        return False
+    site.arguments, site.outputs, site.region = grown.arguments, grown.outputs, grown.region
+    return True
 
 
 def _read_fewer_rows(site: Site, inside: set[Node], fits: Fits) -> None:
@@ -85,10 +92,8 @@ def _read_fewer_rows(site: Site, inside: set[Node], fits: Fits) -> None:
             return  # columns; or what a site behind reads as rows of all; or rows not known before a call
         sizes = (*shape_of(user)[:-1], *shape_of_operand(x)[-1:])
         call = {**site.arguments, "x": Made(user.target, (x, axis, *more), sizes)}  # type: ignore[arg-type]
-        grown = replace(site, arguments=call, outputs=(user,), region=site.region | {user})
-        if not fits(grown):
+        if not _grow(site, fits, arguments=call, outputs=(user,), region=site.region | {user}):
             return
-        site.grow(grown)
 
 
 def _absorbed(site: Site, by_root: Mapping[Node, Site], fits: Fits) -> bool:
@@ -101,11 +106,7 @@ def _absorbed(site: Site, by_root: Mapping[Node, Site], fits: Fits) -> bool:
         return False
     activation = site.card.epilogue(**{n: v for n, v in site.arguments.items() if n != "x"})
     call, region = {**source.arguments, "activation": activation}, source.region | site.region
-    grown = replace(source, arguments=call, outputs=site.outputs, region=region)
-    if activation is None or not fits(grown):
-        return False
-    source.grow(grown)
-    return True
+    return activation is not None and _grow(source, fits, arguments=call, outputs=site.outputs, region=region)
 
 
 def _pairs(sites: list[Site], cards: Mapping[str, Operator], fits: Fits) -> list[Site]:
@@ -232,6 +233,5 @@ def _spare_cast(site: Site, read: Node, chain: list[Node], slices: list[tuple[An
     """Let an operator read a narrow input itself, where the model widens a copy of it first."""
     dtype = _dtype_of(site, read)
     call = {**site.arguments, site.card.widens: _rows(read, slices), **dtype}
-    spared = replace(site, arguments=call, region=site.region | set(chain))
-    if dtype and fits(spared):
-        site.grow(spared)
+    if dtype:
+        _grow(site, fits, arguments=call, region=site.region | set(chain))

@@ -60,10 +60,6 @@ class Site:
             results = [call(r, *more) for r in results]
         return tuple(results)
 
-    def grow(self, grown: Site) -> None:
-        """Take over what a larger site of the same operator is called with, gives and replaces."""
-        self.arguments, self.outputs, self.region = grown.arguments, grown.outputs, grown.region
-
     @property
     def composite(self) -> bool:
         """True when the model wrote the operator as several calls."""

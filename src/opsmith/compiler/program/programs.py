@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 from torch.fx import Node
+from torch.fx.experimental.symbolic_shapes import free_symbols
 
 from opsmith.compiler.choose.worth import Worth
 from opsmith.compiler.plan import ShapePlan
 from opsmith.compiler.program.program import Buffers, Program
-from opsmith.compiler.steps.sizes import Key, differing, symbols
+from opsmith.compiler.steps.sizes import Key, differing
 
 MAX_PROGRAMS = 64
 MAX_STRAYS = 8
@@ -70,10 +71,10 @@ class Programs:
         numbers = list(key)
         free: frozenset[Any] = frozenset()
         for i in self._varies:
-            own = symbols(self._numbers[i].meta.get("val"))
+            own = free_symbols(self._numbers[i].meta.get("val"))
             if type(key[i]) is int and key[i] > 0 and own:
                 low = 1 << (key[i].bit_length() - 1)
-                numbers[i], free = range(low, 2 * low), free | own
+                numbers[i], free = range(low, 2 * low), free.union(own)
         return tuple(numbers), free
 
     def keep(self, sizes: Key, program: Program | None, plan: ShapePlan) -> None:
@@ -96,7 +97,7 @@ class Programs:
         """Sizes as people read them, each once: `s0=4, s1=512 to 1023`; numbers of the model are none."""
         texts = [f"{s.start} to {s.stop - 1}" if type(s) is range else str(s) for s in sizes]
         values = [n.meta.get("val") for n in self._numbers]
-        shown = (f"{v}={t}" for v, t in zip(values, texts, strict=True) if t != "0" and symbols(v))
+        shown = (f"{v}={t}" for v, t in zip(values, texts, strict=True) if t != "0" and free_symbols(v))
         return ", ".join(dict.fromkeys(shown))
 
     def worth(self, key: Key) -> Worth | None:

@@ -2,25 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
-import torch
 from torch.fx import Node
+from torch.fx.experimental.symbolic_shapes import free_symbols
 
 Key = tuple[Any, ...]  # the numbers that a graph is given; in a span, ranges of some of them
-
-
-def symbols(value: Any) -> frozenset[Any]:
-    """The symbols in a fake value: in a tensor's sizes, strides and offset, or in a number."""
-    if isinstance(value, torch.Tensor):
-        numbers: Iterable[Any] = (*value.shape, *value.stride(), value.storage_offset())
-        return frozenset().union(*map(symbols, numbers))
-    if isinstance(value, list | tuple):
-        return frozenset().union(*map(symbols, value))
-    if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
-        return frozenset(value.node.expr.free_symbols)
-    return frozenset()
 
 
 def varying(nodes: Sequence[Node], free: Collection[Any]) -> set[Node]:
@@ -28,7 +16,7 @@ def varying(nodes: Sequence[Node], free: Collection[Any]) -> set[Node]:
     found: set[Node] = set()
     for node in nodes:
         if "val" in node.meta:
-            varies = not symbols(node.meta["val"]).isdisjoint(free)
+            varies = not free_symbols(node.meta["val"]).isdisjoint(free)
         else:
             varies = any(source in found for source in node.all_input_nodes)
         if varies:

@@ -14,7 +14,7 @@ import opsmith
 from opsmith.compiler.plan import ShapePlan
 from opsmith.compiler.program.program import Open
 from opsmith.compiler.program.programs import Programs
-from opsmith.compiler.steps.sizes import differing, symbols, varying
+from opsmith.compiler.steps.sizes import differing, varying
 from opsmith.compiler.steps.slots import last_uses
 from opsmith.operator import Implementation, registry
 from tests.compiler.models import UNTIMED, WIDTH, Encoder, Feed, Truth, ids, llama, numbers, padding, seeded
@@ -188,7 +188,6 @@ def test_spans_end_at_powers_of_two() -> None:
     assert programs.named(sizes) == f"{symbol}=16 to 31"  # numbers of the model, and a 0, are no sizes
     assert programs.named((4, 0)) == ""
     assert Programs([held[1], held[1]]).named((3, 3)) == f"{symbol}=3"  # two inputs of one size
-    assert symbols([size + 1, 3]) == {symbol}
     assert varying([], free) == set()
 
 

@@ -40,7 +40,6 @@ _TYPES = {
     "bool": "b",
 }
 _WRITTEN = {"T": "y", "o": "p"}
-_LARGE = 4 << 20  # bytes from which memory comes from the system, page by page
 
 loaded: list[ctypes.CDLL] = []  # the libraries of kernels
 making: dict[str, list[Any]] = {}  # by kernel: what makes its results and calls it
@@ -104,15 +103,6 @@ def boxed(kernel: str) -> int | None:
     return next((at for kernels in loaded if (at := kernels.opsmith_kernel(kernel.encode()))), None)
 
 
-def in_huge_pages(t: torch.Tensor) -> torch.Tensor:
-    """The same tensor, its large new memory backed by pages of 2 MB, where that is possible."""
-    if type(t) is torch.Tensor and t.device.type == "cpu" and t.nbytes >= _LARGE:
-        from opsmith.measure.pages import advise  # which a start without large tensors does not need
-
-        advise(t.data_ptr(), t.nbytes, "MADV_HUGEPAGE")
-    return t
-
-
 def of(overload: Any) -> Callable[..., Any]:
     """An operator as it is called soonest: one of ours directly, or PyTorch's way where a graph is captured."""
     if torch.compiler.is_dynamo_compiling():
@@ -167,15 +157,19 @@ def made_for_this_python(name: str, *sources: Path) -> build.Library | None:
     return wanted if (headers / "Python.h").exists() or build.find(wanted) else None
 
 
+def opened(wanted: build.Library | None) -> ctypes.PyDLL | None:
+    """Such a library, built if need be; None where it cannot be built or loaded."""
+    try:
+        return ctypes.PyDLL(str(build.build_libraries([wanted])[0])) if wanted else None
+    except (build.BuildError, OSError):  # an older compiler, say, or another PyTorch's headers
+        return None
+
+
 @functools.cache
 def library() -> ctypes.PyDLL | None:
-    """What calls kernels, built if need be; None where it cannot be built or loaded."""
-    wanted = made_for_this_python("direct", SOURCE)
-    if wanted is None:
-        return None
-    try:
-        found = ctypes.PyDLL(str(build.build_libraries([wanted])[0]))
-    except (build.BuildError, OSError):  # an older compiler, say, or another PyTorch's headers
+    """What calls kernels; None where it cannot be had."""
+    found = opened(made_for_this_python("direct", SOURCE))
+    if found is None:
         return None
     for function in (found.opsmith_direct, found.opsmith_direct_functions):
         function.restype = ctypes.py_object

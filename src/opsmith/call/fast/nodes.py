@@ -69,12 +69,7 @@ def not_built_yet() -> list[build.Library]:
 def library() -> ctypes.PyDLL | None:
     """The nodes, built if need be; None where they cannot be built or loaded."""
     wanted = direct.made_for_this_python("nodes", SOURCE)
-    if wanted is None or direct.library() is None:
-        return None
-    try:
-        return ctypes.PyDLL(str(build.build_libraries([wanted])[0]))
-    except (build.BuildError, OSError):  # an older compiler, say, or another PyTorch's headers
-        return None
+    return None if direct.library() is None else direct.opened(wanted)
 
 
 def _attach(found: ctypes.PyDLL, signature: Signature) -> bool:

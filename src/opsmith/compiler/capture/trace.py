@@ -42,11 +42,8 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[Any], general: bool = F
             value, static_shapes=symbolic is None, symbolic_context=symbolic, source=source
         )
 
-    def run(*values: Any) -> Any:
-        return fx.Interpreter(gm).run(*values)
-
     with torch.fx.traceback.preserve_node_meta(), mode or contextlib.nullcontext():
-        traced = make_fx(run, pre_dispatch=True, _allow_non_fake_inputs=True)(
+        traced = make_fx(fx.Interpreter(gm).run, pre_dispatch=True, _allow_non_fake_inputs=True)(
             *[fake(v) for v in example_inputs]
         )
         spell_out(traced.graph, [isinstance(v, torch.nn.Parameter) for v in example_inputs])

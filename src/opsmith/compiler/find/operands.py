@@ -41,12 +41,10 @@ def shape_of_operand(value: Any) -> Shape:
     return value.shape if isinstance(value, Made) else shape_of(value)
 
 
-def _call(made: Made, args: tuple[Any, ...]) -> Any:
-    return made.target(*args)
-
-
 def evaluate(
-    value: Any, env: Callable[[Node], Any], call: Callable[[Made, tuple[Any, ...]], Any] = _call
+    value: Any,
+    env: Callable[[Node], Any],
+    call: Callable[[Made, tuple[Any, ...]], Any] = lambda made, args: made.target(*args),
 ) -> Any:
     """The value of an operand, given the values of nodes, and what becomes of the calls that it is made by."""
     if isinstance(value, Node):

@@ -15,7 +15,7 @@ import torch
 from torch.fx import Node
 from torch.fx.node import map_arg
 
-from opsmith.compiler.find.operands import Made, evaluate
+from opsmith.compiler.find.operands import evaluate
 from opsmith.compiler.find.site import Site
 from opsmith.compiler.prove.site import Value, worst
 from opsmith.operator import Verdict
@@ -63,14 +63,12 @@ def form(site: Site, value: Value) -> str:
         f"{name(n)} = {n.target} {map_arg(n.args, name)} {map_arg(n.kwargs, name)}"
         for n in sorted(site.region)
     ]
-    call = {k: evaluate(v, name, _written) for k, v in site.arguments.items()}
+    written = {
+        k: evaluate(v, name, lambda made, args: (made.target, args)) for k, v in site.arguments.items()
+    }
     outputs = [name(n) for n in site.outputs]
     card = (site.card.name, site.pattern, site.columns, site.after)
-    return "\n".join([str(card), *steps, str(call), str(outputs), *given])
-
-
-def _written(made: Made, args: tuple[Any, ...]) -> Any:
-    return (made.target, args)
+    return "\n".join([str(card), *steps, str(written), str(outputs), *given])
 
 
 def _kind(value: Any) -> str:

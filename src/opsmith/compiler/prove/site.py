@@ -26,9 +26,6 @@ from opsmith.operator import Tolerance, Verdict
 
 Value = Callable[[Node], Any]
 Part = tuple[slice, Mapping[Node, torch.Tensor]]  # columns of results, and what they are exactly
-Triple = tuple[
-    torch.Tensor, torch.Tensor, torch.Tensor
-]  # a part of what we got, of eager's, and of the exact
 Exact = Callable[[], Iterable[Part]]  # what `run_wide` finds
 
 
@@ -71,7 +68,9 @@ def _check(
     )
 
 
-def _defined(got: torch.Tensor, eager: torch.Tensor, exact: torch.Tensor) -> Triple:
+def _defined(
+    got: torch.Tensor, eager: torch.Tensor, exact: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     if math.isnan(exact.sum()):  # as it is where one number is
         # A row in which every key is masked has no softmax: NaN in eager's arithmetic, zeros by definition here.
         undefined = exact.isnan() & eager.isnan() & (got == 0)

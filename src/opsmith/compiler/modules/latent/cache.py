@@ -76,7 +76,7 @@ class LatentLayer(OnPages):
 
 def unfit(cache: Any) -> str | None:
     """Why a cache cannot keep latent rows in pages; None where it can."""
-    if not isinstance(cache, Cache) or not isinstance(cache, DynamicCache):
+    if not isinstance(cache, DynamicCache):
         return f"a {type(cache).__name__} is not a DynamicCache"
     if cache.offloading:
         return "the cache is offloaded"

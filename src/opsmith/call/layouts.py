@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-_LARGE = 4 << 20  # bytes from which memory comes from the system, page by page
+from opsmith.call.fast import direct
 
 
 def fresh(x: torch.Tensor, shape: Sequence[int] | None = None) -> torch.Tensor:
@@ -26,13 +26,7 @@ def fresh_as(x: torch.Tensor) -> torch.Tensor:
 
 def in_huge_pages(t: torch.Tensor) -> torch.Tensor:
     """The same tensor, its large new memory backed by pages of 2 MB at once, where that is possible."""
-    if torch.compiler.is_dynamo_compiling() or type(t) is not torch.Tensor or not t.is_cpu:
-        return t
-    if t.nbytes >= _LARGE:
-        from opsmith.measure.pages import advise  # which a start without large tensors does not need
-
-        advise(t.data_ptr(), t.nbytes, "MADV_HUGEPAGE")
-    return t
+    return t if torch.compiler.is_dynamo_compiling() else direct.in_huge_pages(t)
 
 
 def as_rows(x: torch.Tensor) -> torch.Tensor:

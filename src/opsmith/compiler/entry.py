@@ -62,10 +62,8 @@ def entry(model: nn.Module, session: Session) -> Callable[..., Any]:
                 return model._call_impl(*args, **kwargs)
         if session.latent.waiting:
             session.latent.study(model, partial(rehearse, model, args, kwargs))
-        if not session.latent.sites:
-            return session.paged.call(model, args, kwargs, captured)
-        with session.latent.step(model, args, kwargs) as (args, kwargs, through):
-            return captured(*args, **kwargs) if through else model._call_impl(*args, **kwargs)
+        served = session.latent if session.latent.sites else session.paged
+        return served.call(model, args, kwargs, captured)
 
     def captured(*args: Any, **kwargs: Any) -> Any:
         nonlocal general

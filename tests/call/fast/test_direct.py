@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import opsmith.ops
-from opsmith.call import dispatch, layouts
+from opsmith.call import dispatch
 from opsmith.call.fast import direct
 from opsmith.kernels import build, libraries
 from opsmith.ops.gelu import SIGNATURE as GELU
@@ -103,9 +103,9 @@ def test_large_results_lie_on_huge_pages():
     y = direct.new_gelu(x, None, False)
     assert huge() - before >= y.nbytes / 2
     before = huge()
-    z = layouts.in_huge_pages(torch.empty_like(x))
+    z = direct.in_huge_pages(torch.empty_like(x))
     assert huge() - before >= z.nbytes / 2
-    assert layouts.in_huge_pages(z) is z  # and again, as nothing is to be done
+    assert direct.in_huge_pages(z) is z  # and again, as nothing is to be done
 
 
 @pytest.mark.skipif(

@@ -40,6 +40,7 @@ _TYPES = {
     "bool": "b",
 }
 _WRITTEN = {"T": "y", "o": "p"}
+_LARGE = 4 << 20  # bytes from which memory comes from the system, page by page
 
 loaded: list[ctypes.CDLL] = []  # the libraries of kernels
 making: dict[str, list[Any]] = {}  # by kernel: what makes its results and calls it
@@ -101,6 +102,15 @@ def when_loaded(kernel: str, do: Callable[[], Any]) -> None:
 def boxed(kernel: str) -> int | None:
     """The address of a kernel that is loaded."""
     return next((at for kernels in loaded if (at := kernels.opsmith_kernel(kernel.encode()))), None)
+
+
+def in_huge_pages(t: torch.Tensor) -> torch.Tensor:
+    """The same tensor, its large new memory backed by pages of 2 MB, where that is possible; soon a function in C++."""
+    if type(t) is torch.Tensor and t.device.type == "cpu" and t.nbytes >= _LARGE:
+        from opsmith.measure.pages import advise  # which a start without large tensors does not need
+
+        advise(t.data_ptr(), t.nbytes, "MADV_HUGEPAGE")
+    return t
 
 
 def of(overload: Any) -> Callable[..., Any]:

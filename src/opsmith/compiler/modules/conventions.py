@@ -157,6 +157,11 @@ def new_cache(model: nn.Module | None = None) -> Any:
     return DynamicCache(config=getattr(model, "config", None))
 
 
+def pages_of(cache: Any) -> Any:
+    """The (first) pages that a cache's layers lie in, if they do."""
+    return next((x.pages for x in getattr(cache, "layers", ()) if hasattr(x, "pages")), None)
+
+
 def with_cache(result: Any, given: Any, cache: Any) -> Any:
     """What a model returned, with a cache in the place of the one that it was given."""
     if isinstance(result, tuple):

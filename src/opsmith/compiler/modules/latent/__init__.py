@@ -9,8 +9,8 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -32,7 +32,7 @@ from opsmith.compiler.modules.latent.site import (
     cheaper,
     operations,
 )
-from opsmith.compiler.modules.paged import keep_one
+from opsmith.compiler.modules.paged import Run, keep_one
 from opsmith.decoding import laying
 
 
@@ -139,11 +139,8 @@ class Latent:
             site.close()
         self.sites, self.waiting = [], False
 
-    @contextmanager
-    def step(
-        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Iterator[tuple[tuple[Any, ...], dict[str, Any], bool]]:
-        """Prepare a call: what to call with, and whether through the captured graph."""
+    def call(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], run: Run) -> Any:
+        """The model's call: by `run` on pages, where these serve it."""
         with self._lock:
             call = conventions.ModelCall(model, args, kwargs)
             why = call.refusal(p for s in self.sites for p in s.module.parameters())
@@ -156,8 +153,8 @@ class Latent:
                 self.fallbacks[why] += 1
             if pages is None:
                 # A cache that writes in place, pages too, changes at every run of a graph, and studying takes several.
-                yield args, kwargs, call.cache is None or _grows(call.cache)
-                return
+                through = call.cache is None or _grows(call.cache)
+                return (run if through else model._call_impl)(*args, **kwargs)
             tokens = call.tokens.shape[1]
             call.say_positions(pages.columns)
             if self._whole:
@@ -165,8 +162,9 @@ class Latent:
             self.switch.on = True
             try:
                 with laying(Laid(self.sites, pages, pages.begin(tokens))):
-                    yield (), call.given, True
+                    result = run(**call.given)
                 pages.commit(tokens)
+                return result
             finally:
                 self.switch.on = False
 
@@ -184,7 +182,7 @@ class Latent:
             return None, starts
         if call.cache is None:
             call.cache = conventions.new_cache()
-        pages = _pages_of(call.cache)
+        pages = conventions.pages_of(call.cache)
         if pages is None:
             if past and not all(site.portable for site in self.sites):
                 return None, "the cache has keys of heads in it"
@@ -234,12 +232,8 @@ _LENGTHS: Sequence[int] = [2**i for i in range(1, 15)]
 _ROWS = 4096  # that a token sees, for the plan's example
 
 
-def _pages_of(cache: Any) -> LatentPages | None:
-    return next((x.pages for x in getattr(cache, "layers", ()) if hasattr(x, "pages")), None)
-
-
 def _grows(cache: Any) -> bool:
     """Whether a cache is of the library's own kind, which makes new tensors of old ones."""
     from opsmith.compiler.modules.latent import cache as latent_cache
 
-    return latent_cache.unfit(cache) is None and _pages_of(cache) is None
+    return latent_cache.unfit(cache) is None and conventions.pages_of(cache) is None

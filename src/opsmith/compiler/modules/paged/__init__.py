@@ -64,7 +64,8 @@ class Paged:
                     self.why = why = str(error)
             self.fallbacks[why] += 1
             # Pages change in place, so studying a graph would write to them several times, and elsewhere.
-            return model._call_impl(*args, **kwargs) if _has_pages(call.cache) else run(*args, **kwargs)
+            through = conventions.pages_of(call.cache) is None
+            return (run if through else model._call_impl)(*args, **kwargs)
 
     def _take_over(self, model: nn.Module, call: conventions.ModelCall) -> str | None:
         """Give the call's cache pages, where it is an empty one of the library's own; or why not."""
@@ -75,7 +76,7 @@ class Paged:
         if cache is None:
             cache = conventions.new_cache(model)
         layers = cache.layers
-        if not _has_pages(cache):
+        if conventions.pages_of(cache) is None:
             if (why := paged.unfit(cache)) is not None:
                 return why
             layers = layers or conventions.new_cache(model).layers
@@ -143,10 +144,6 @@ class Paged:
 def keep_one(spare: list[Any], memory: Any) -> None:
     """Keep the memory of a cache that is gone for the next one."""
     spare[:] = [memory]
-
-
-def _has_pages(cache: Any) -> bool:
-    return any(hasattr(layer, "pages") for layer in getattr(cache, "layers", ()))
 
 
 def _places(call: conventions.ModelCall, layers: list[PagedLayer]) -> str | None:

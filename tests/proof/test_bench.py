@@ -12,7 +12,7 @@ import torch
 from opsmith import measure
 from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Sample
 from opsmith.proof.bench import bench, workloads
-from opsmith.proof.passes import ColdData
+from opsmith.proof.passes import cold_data
 
 PUBLIC = ("opsmith", "opsmith, out=")  # the card's function, as users call it
 
@@ -104,7 +104,7 @@ def test_autograds_code_is_back_after_a_flush(monkeypatch: pytest.MonkeyPatch) -
         return grad(*args, **options)
 
     monkeypatch.setattr(torch.autograd, "grad", backward)
-    ColdData(lambda: events.append("flush"))()
+    cold_data(lambda: events.append("flush"))()
     assert events == ["flush", "backward"]
 
 

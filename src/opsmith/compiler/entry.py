@@ -103,7 +103,8 @@ def entry(model: nn.Module, session: Session) -> Callable[..., Any]:
                 torch._dynamo.mark_static(t, 0)
         session.capturing.general, session.capturing.paged = general and plain and many, paged
         session.capturing.ready = True
-        before, left, started = len(session.runs), _Left(), time.monotonic()
+        before, started = len(session.runs), time.monotonic()
+        left: list[Exception] = []
         try:
             with _capturing(session.capturing.general, left):
                 result = compiled(*args, **kwargs)
@@ -117,7 +118,7 @@ def entry(model: nn.Module, session: Session) -> Callable[..., Any]:
             session.capturing.general = session.capturing.ready = False
         # Behind a break no graph is general, and the next time the one before the break may be there already.
         general = general and len(session.runs) <= before + 1
-        for error in left.errors:
+        for error in left:
             session.leave(error)
         if len(session.runs) > before:
             session.code = Code(model)  # with what is new in it
@@ -125,7 +126,7 @@ def entry(model: nn.Module, session: Session) -> Callable[..., Any]:
             what = type(model).__name__, ", ".join(str(tuple(t.shape)) for t in tensors)
             _LOG.info("captured and studied a call of %s on %s in %.1f s", *what, time.monotonic() - started)
         if plain:
-            seen[key] = model._call_impl if left.errors else compiled
+            seen[key] = model._call_impl if left else compiled
         return result
 
     return call
@@ -180,37 +181,31 @@ class _Forgotten(Exception):
     """Dynamo captures again what it had captured, as after torch.compiler.reset(), and without the settings for it."""
 
 
-class _Left(logging.Filter):
-    """What Dynamo could not capture and left to eager PyTorch, which it says to its logger alone."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.errors: list[Exception] = []
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        error = record.exc_info[1] if record.exc_info else None
-        ours = record.levelno >= logging.WARNING and record.thread == threading.get_ident()
-        if ours and isinstance(error, Exception):
-            self.errors.append(error)
-        return not ours or error is None
-
-
 def _begins(_: CallbackArgs) -> None:
     show("capturing the model")
 
 
 @contextmanager
-def _capturing(general: bool, left: _Left) -> Iterator[None]:
+def _capturing(general: bool, left: list[Exception]) -> Iterator[None]:
     """The settings under which a graph is captured.
 
     Recompilations are no sign of trouble here: there is one for each kind of sizes. Sizes that are
     equal in the example (a cache as long as a stride) may differ in the next call, unless the model says otherwise.
     A `general` graph serves sizes of one too, a batch of one above all, unless the model asks for such a size. What
-    fails in that is captured otherwise; what fails then, or behind a break of the graph, runs in eager PyTorch.
+    fails in that is captured otherwise; what fails then, or behind a break of the graph, runs in eager PyTorch, which
+    Dynamo says to its logger alone: it is `left`.
     Python's garbage collector would look through all objects of all libraries again and again, a tenth of the time.
     """
+
+    def hear(record: logging.LogRecord) -> bool:
+        error = record.exc_info[1] if record.exc_info else None
+        ours = record.levelno >= logging.WARNING and record.thread == threading.get_ident()
+        if ours and isinstance(error, Exception):
+            left.append(error)
+        return not ours or error is None
+
     logger = logging.getLogger("torch._dynamo.convert_frame")
-    logger.addFilter(left)
+    logger.addFilter(hear)
     callback_handler.register_start_callback(_begins)
     with (
         measure.no_collection(),
@@ -228,5 +223,5 @@ def _capturing(general: bool, left: _Left) -> Iterator[None]:
         try:
             yield
         finally:
-            logger.removeFilter(left)
+            logger.removeFilter(hear)
             callback_handler.remove_start_callback(_begins)

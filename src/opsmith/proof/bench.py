@@ -17,7 +17,7 @@ from opsmith.measure.pool import tensors_of
 from opsmith.operator import Cost, Implementation, Make, Operator, Sample
 from opsmith.proof.baselines import Baseline, choose
 from opsmith.proof.conduct import conduct
-from opsmith.proof.passes import Backward, ColdData, Forward
+from opsmith.proof.passes import Backward, Forward, cold_data
 from opsmith.proof.verify import Finding, verify
 
 __all__ = ["AGAINST", "OURS", "Benchmark", "bench", "refuse", "workloads"]
@@ -312,7 +312,7 @@ class _Run:
         cold = partial(
             measure.compare,
             pool=pool,
-            flush=ColdData(flush) if flush is not None and prepared else flush,
+            flush=cold_data(flush) if flush is not None and prepared else flush,
             roofs=measure.RoofProbes(self._roofs(one.cost()), device=self.device),
             warmup=1,  # everyone has been called by now
             min_rounds=5,

@@ -13,7 +13,7 @@ from opsmith.measure.pool import tensors_of, with_tensors
 from opsmith.operator import Cost, Kind, Operator, Sample
 from opsmith.proof.verify import forward, with_leaves
 
-__all__ = ["Backward", "ColdData", "Forward"]
+__all__ = ["Backward", "Forward", "cold_data"]
 
 
 class _Pass:
@@ -140,23 +140,21 @@ class Backward(_Pass):
         return call(*self.inputs())
 
 
-class ColdData:
+def cold_data(flush: Callable[[], object]) -> Callable[[], None]:
     """Evicts the caches before a backward pass is timed, and then brings autograd's own code back.
 
     A node of a model's backward pass is called by an engine that has just called another; only its data is cold.
     Without this, 0.25 ms of code that comes from memory line by line was counted as the operator's
     (docs/decisions/013).
     """
+    leaf, seed = torch.ones(1, requires_grad=True), torch.ones(1)
 
-    def __init__(self, flush: Callable[[], object]):
-        self._flush = flush
-        self._leaf = torch.ones(1, requires_grad=True)
-        self._seed = torch.ones(1)
+    def evict() -> None:
+        flush()
+        # A small backward pass through a node in Python and one in C++.
+        torch.autograd.grad([_Same.apply(leaf) * 2.0], [leaf], [seed], allow_unused=True)
 
-    def __call__(self) -> None:
-        """Flush, and run a small backward pass through a node in Python and one in C++."""
-        self._flush()
-        torch.autograd.grad([_Same.apply(self._leaf) * 2.0], [self._leaf], [self._seed], allow_unused=True)
+    return evict
 
 
 class _Same(torch.autograd.Function):

@@ -66,7 +66,7 @@ class Packing:
     def __init__(self) -> None:
         self.layers: list[QuantizedLayer] = []
         self.packed: dict[str, StandIn] = {}  # by the names of what they stand for
-        self.adopted: dict[str, PackedLinear] = {}  # layers that the model has packed itself
+        self.adopted: dict[PackedLinear, QuantizedLayer] = {}  # layers that the model has packed itself
         self._seen: tuple[list[type], Seen] = [], Seen()  # of all layers, when they were last looked at
 
     def pack(
@@ -148,10 +148,9 @@ class Packing:
         for name, module in model.named_modules():
             if type(module) in (PackedLinear, PackedExperts):
                 what = "linear layer" if type(module) is PackedLinear else "expert weight"
-                self.layers.append(
-                    QuantizedLayer(name, module.format, "kept", nbytes=module.nbytes, what=what)
-                )
-                self.adopted[name] = module
+                record = QuantizedLayer(name, module.format, "kept", nbytes=module.nbytes, what=what)
+                self.layers.append(record)
+                self.adopted[module] = record
 
     def add(self, name: str, packed: StandIn, module: nn.Module, record: QuantizedLayer) -> None:
         """Let a packed weight take over the calls of a module."""
@@ -169,14 +168,12 @@ class Packing:
 
     def join(self, graph: fx.GraphModule, effects: Effects, inputs: Sequence[Any]) -> list[Site]:
         """The groups of layers in a graph that one call can stand for; their packed weights then lie side by side."""
-        of = {id(packed.weight): packed for packed in (*self._layers.values(), *self.adopted.values())}
+        of = {id(packed.weight): packed for packed in (*self._layers.values(), *self.adopted)}
         return join(graph, inputs, lambda t: of.get(id(t)), self._lay, effects)
 
     def _lay(self, layers: Sequence[PackedLinear]) -> bool:
         """Whether layers' packed weights lie side by side now: not where one of them does so with others."""
-        names = {id(packed): name for name, packed in (*self._layers.items(), *self.adopted.items())}
-        of = {record.name: record for record in self.layers}
-        records = [of[names[id(layer)]] for layer in layers]
+        records = [layer.record if isinstance(layer, Standing) else self.adopted[layer] for layer in layers]
         group = tuple(record.name for record in records)
         before = {record.joined for record in records}
         if before == {()}:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -19,6 +19,7 @@ class Ranks:
 
     def __init__(self, mesh: Any) -> None:
         self._groups = mesh.get_all_groups()
+        self._device = mesh.device_type
 
     @classmethod
     def of(cls, model: nn.Module) -> Ranks | None:
@@ -27,15 +28,25 @@ class Ranks:
         return next((cls(w.device_mesh) for w in weights if is_sharded(w)), None)
 
     def gather(self, value: Any) -> list[Any]:
-        """What each rank gave."""
-        import torch.distributed as dist
-
+        """What each rank gave, as JSON."""
         values = [value]
         for group in self._groups:
-            every: list[Any] = [None] * dist.get_world_size(group)
-            dist.all_gather_object(every, values, group)
-            values = list(itertools.chain.from_iterable(every))
+            values = [
+                v for each in self._exchange(json.dumps(values).encode(), group) for v in json.loads(each)
+            ]
         return values
+
+    def _exchange(self, text: bytes, group: Any) -> list[bytes]:
+        import torch.distributed as dist
+
+        size = dist.get_world_size(group)
+        lengths = [torch.zeros(1, dtype=torch.int64, device=self._device) for _ in range(size)]
+        dist.all_gather(lengths, torch.full_like(lengths[0], len(text)), group=group)
+        most = max(map(int, lengths))
+        mine = torch.frombuffer(bytearray(text.ljust(most)), dtype=torch.uint8).to(self._device)
+        texts = [torch.empty_like(mine) for _ in range(size)]
+        dist.all_gather(texts, mine, group=group)
+        return [bytes(t.tolist()) for t in texts]
 
     def check(self, what: Mapping[str, str]) -> None:
         """Refuse ranks that would choose differently.

@@ -36,6 +36,18 @@ INSTRUCTIONS: dict[str, str] = {
     "dotprod": "sdot v0.4s, v0.16b, v0.16b",
 }
 
+_HAS_AVX2 = ("avx2", "fma", "f16c")
+_HAS_AVX512 = (*_HAS_AVX2, "avx512f", "avx512bw", "avx512dq", "avx512vl")
+
+# What the CPU must report. Nothing asks for AMX: many CPUs have AVX-512 without it.
+_NEEDS: dict[str, tuple[str, ...]] = {
+    "portable": (),
+    "avx2": _HAS_AVX2,
+    "avx_vnni": (*_HAS_AVX2, "avx_vnni"),
+    "avx512": _HAS_AVX512,
+    "avx512_bf16": (*_HAS_AVX512, "avx512_bf16", "avx512_vnni"),
+    "dotprod": ("asimddp",),
+}
 _LISTED = Path("/proc/cpuinfo")
 
 
@@ -53,11 +65,6 @@ def _reported() -> set[str]:
     return _listed("flags", "Features")
 
 
-def _needed(tier: str) -> set[str]:
-    """What the CPU must report. Nothing asks for AMX: many CPUs have AVX-512 without it."""
-    return {"asimddp"} if tier == "dotprod" else {f[2:] for f in FLAGS[tier] if "=" not in f}
-
-
 def is_intels() -> bool:
     """True for a processor of Intel's, whose libraries ask for that name."""
     return _listed("vendor_id") == {"GenuineIntel"}
@@ -69,8 +76,8 @@ def supported() -> tuple[str, ...]:
     >>> supported()[0]
     'portable'
     """
-    found = {name.replace("_", "") for name in _reported()}  # as compilers write them
-    return tuple(name for name in TIERS if found >= _needed(name))
+    found = _reported()
+    return tuple(name for name in TIERS if found.issuperset(_NEEDS[name]))
 
 
 def tier() -> str:

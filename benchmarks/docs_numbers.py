@@ -178,7 +178,7 @@ _SHOWN = {
     ("attention", "1x12x2048x64 causal"): "attention-bfloat16-2026-11-22-b-amd-epyc-family-25-model-17",
     ("mla_preprocess", "V3, 1 token"): "decoding-bfloat16-2026-11-23-b-amd-epyc-family-25-model-17",
 }
-_GEMMA = "bench-llm-gemma-2026-11-24-amd-epyc-family-25-model-17"
+_GEMMA = "bench-llm-gemma-2026-11-27-amd-epyc-family-26"
 
 
 @region
@@ -195,7 +195,7 @@ def _readme() -> str:
         rows.append((f"{name}, {workload}, bfloat16", took, roof, over, _linked(stem), made))
     int8 = read(_GEMMA)["cells"][0]["contestants"]["int8"]
     took, over = f"{int8['tokens_per_second']:.3g} tokens/s", times(int8["ratios"]["hf"]["token"])
-    made = "`opsmith bench-llm gemma --format int8`"
+    made = "`opsmith bench-llm gemma --dtype bfloat16 --format int8`"
     rows.append(
         ("Gemma 3 270M writes, int8 weights", took, part(int8["of_read_roof"]), over, _linked(_GEMMA), made)
     )
@@ -254,7 +254,7 @@ def llm(*stems: str) -> str:
 
 
 _MADE["llm-gemma"] = lambda: llm(_GEMMA)
-_MADE["llm-batches"] = lambda: llm("bench-llm-gemma-batches-2026-11-24-amd-epyc-family-25-model-17")
+_MADE["llm-batches"] = lambda: llm("bench-llm-gemma-batches-2026-11-27-amd-epyc-family-26")
 _MADE["llm-llama"] = lambda: llm("bench-llm-llama-1b-2026-11-24-b-amd-epyc-family-25-model-17")
 _MADE["llm-avx2"] = lambda: llm("bench-llm-gemma-2026-11-25-amd-epyc-family-25-model-1")
 _MADE["llm-gguf"] = lambda: llm("bench-llm-gemma-gguf-2026-11-26-xeon-family-6-model-85")

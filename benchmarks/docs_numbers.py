@@ -342,7 +342,8 @@ def _fsdp() -> str:
 @region
 def _vllm() -> str:
     parts = []
-    for stem in ("vllm-gemma-2026-11-27-amd-epyc-family-26", "vllm-llama-1b-2026-11-27-amd-epyc-family-26"):
+    for of in ("gemma", "gemma-int8", "llama-1b"):
+        stem = f"vllm-{of}-2026-11-27-amd-epyc-family-26"
         found, rows = read(stem), []
         for at_once, ways in found["rounds"].items():
             for way, rounds in ways.items():

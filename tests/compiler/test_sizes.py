@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers
 from torch import nn
+from torch.fx.experimental.symbolic_shapes import free_symbols
 
 import opsmith
 from opsmith.compiler.plan import ShapePlan
@@ -188,6 +189,7 @@ def test_spans_end_at_powers_of_two() -> None:
     assert programs.named(sizes) == f"{symbol}=16 to 31"  # numbers of the model, and a 0, are no sizes
     assert programs.named((4, 0)) == ""
     assert Programs([held[1], held[1]]).named((3, 3)) == f"{symbol}=3"  # two inputs of one size
+    assert free_symbols([size + 1, 3]) == {symbol}
     assert varying([], free) == set()
 
 

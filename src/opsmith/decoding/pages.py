@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-from torch.nn.functional import pad
 
 _LEFT = -1  # the window: a block that nobody looks at any more, whatever a table says there
+_MANY = 64  # new slots, from which on tensors compute them
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class Pages:
         return Step(
             self.columns,
             tokens,
-            pad(self.slots(first, end), (first - self.columns, 0), value=-1).view(-1),
+            self._slots(first, end),
             self._tables[:, : max(1, *map(len, self.blocks))] if narrow else self._tables,
             torch.tensor(lens, dtype=torch.int32, device=self.device),
         )
@@ -122,6 +122,24 @@ class Pages:
         at = row.clamp(min=0)
         block = self._tables.long().gather(1, at // self.block_size)
         return (block * self.block_size + at % self.block_size).masked_fill(row < 0, -1)
+
+    def _slots(self, first: int, end: int) -> torch.Tensor:
+        """[batch * new columns]: as above, and -1 before the first."""
+        new = end - self.columns
+        if self.batch * new <= _MANY:
+            size = self.block_size
+            return torch.tensor(
+                [
+                    mine[(at - start) // size] * size + (at - start) % size if at >= max(first, start) else -1
+                    for mine, start in zip(self.blocks, self.starts, strict=True)
+                    for at in range(self.columns, end)
+                ],
+                dtype=torch.int64,
+                device=self.device,
+            )
+        slots = torch.full((self.batch, new), -1, dtype=torch.int64, device=self.device)
+        slots[:, first - self.columns :] = self.slots(first, end)
+        return slots.view(-1)
 
     def select(self, order: Sequence[int]) -> None:
         """Sequences `order` of the batch become the batch; some may be there twice, some no more."""

@@ -372,16 +372,14 @@ void products(const std::vector<Digits<D>>& all) {
 
 }  // namespace
 
-void packed_linear(const std::vector<PackedProduct>& wanted, bool dynamic) {
-  std::vector<PackedProduct> all;
-  for (const PackedProduct& one : wanted) {
-    if (one.x.sizes[0] == 0 || one.y.sizes[1] == 0) continue;
-    if (one.weight.floats || (!dynamic && one.x.sizes[0] >= many_rows(one))) {
-      packed_linear_floats(one);
-    } else {
-      all.push_back(one);
-    }
-  }
+void packed_linear(std::vector<PackedProduct> all, bool dynamic) {
+  const auto done = [&](const PackedProduct& one) {
+    if (one.x.sizes[0] == 0 || one.y.sizes[1] == 0) return true;
+    const bool floats = one.weight.floats || (!dynamic && one.x.sizes[0] >= many_rows(one));
+    if (floats) packed_linear_floats(one);
+    return floats;
+  };
+  all.erase(std::remove_if(all.begin(), all.end(), done), all.end());
   if (all.empty()) return;
   const PackedProduct& any = all[0];
   const QuantizedWeight& weight = any.weight;

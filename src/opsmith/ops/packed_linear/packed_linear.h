@@ -36,6 +36,6 @@ struct PackedProduct {
 };
 
 // All of them in one parallel loop, their dtypes and formats the same; `dynamic` rounds each row of x to int8 first.
-void packed_linear(const std::vector<PackedProduct>& products, bool dynamic);
+void packed_linear(std::vector<PackedProduct> products, bool dynamic);
 
 }  // namespace opsmith

@@ -93,7 +93,7 @@ void multiply(T* rows, DType dtype, int64_t stride, int64_t k, const Weights& we
       packed_product<T, WideBFloatFormat>(x, plain, 1, Store{to, n});
     }
   }
-  packed_linear(packed, weights.dynamic);
+  packed_linear(std::move(packed), weights.dynamic);
   few::products(streamed.data(), int64_t(streamed.size()), stride,
                 streamed.empty() ? 0 : weights.plain.strides[1], n, k,
                 std::max<int64_t>(1, kWork / std::max<int64_t>(1, k * kPanel)),

@@ -120,8 +120,6 @@ template <class Format>
 void multiply_block(int rows, int64_t width, Tile<Format>& t) {
   for (; width >= PANEL; width -= PANEL, t.columns += PANEL, t.sums += PANEL) {
     multiply_panel(rows, t);
-    if (t.scale) t.scale += PANEL;
-    if (t.offset) t.offset += PANEL;
     t.fetched();
   }
   const Part last{int((width - 1) % W + 1)};

@@ -21,6 +21,7 @@ template <class Format>
 struct Unpacked {
   using Unit = typename Format::Unit;
   static constexpr bool plain = true, pairs = std::is_same_v<Unit, Couple>;
+  static_assert(!pairs || PANEL == kPanel, "scales are read for a whole panel at once");
   QuantizedWeight weight;
   int64_t n, depth;
   const float* x_sums;  // [row][group]

@@ -97,6 +97,23 @@ def test_a_float8_weight_is_kept_as_it_is() -> None:
         PackedLinear.from_linear(nn.Linear(64, 8), format="fp8", group_size=16)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [1, 5, 8, 9, 96])
+def test_every_float8_number_is_multiplied_exactly(dtype: torch.dtype, rows: int) -> None:
+    """Those without an exponent of their own, too; at each of four places of a word, which kernels take apart."""
+    numbers = torch.arange(256, dtype=torch.uint8)
+    numbers = numbers[(numbers & 127) != 127]
+    weight = torch.zeros(len(numbers), 128, dtype=torch.uint8)
+    places = torch.arange(len(numbers)) % 4
+    weight[torch.arange(len(numbers)), places] = numbers
+    weight = weight.view(torch.float8_e4m3fn)
+    module = PackedLinear.from_float8(weight, torch.ones(2, 1))
+    x = torch.zeros(rows, 128, dtype=dtype)
+    x[:, :4] = 1
+    with torch.no_grad():
+        assert module(x).float().equal(weight.float().sum(1).expand(rows, -1))
+
+
 def test_blocks_that_are_none() -> None:
     with pytest.raises(ValueError, match=r"format of blocks must be one of q8_0, .*, got 'int8'"):
         PackedLinear.from_blocks(torch.zeros(2, 34, dtype=torch.uint8), format="int8")

@@ -206,6 +206,11 @@ __attribute__((noinline)) void multiply(const Tile& t) {
     // The next panel's, which lie beside these: the processor does not see lines so far apart coming.
     if (t.steps.scale) prefetch(t.steps.scales(b, kColumns));
     if (t.steps.zero) prefetch(t.steps.zero + b * t.steps.zero_stride + kColumns);
+    if (t.steps.outer && b * t.block % kSuper == 0) {
+      const float16* const outer = t.steps.outer + b * t.block / kSuper * t.steps.outer_stride + kColumns;
+      prefetch(outer);
+      if (t.least) prefetch(outer + t.steps.outer_part);
+    }
     Vec scale[NV];
 #pragma GCC unroll 4
     for (int n = 0; n < NV; ++n) {

@@ -129,39 +129,97 @@ struct Unpacked {
 constexpr int
     kStreamed = 8;  // rows of x that a weight of floats is multiplied by as it is read, not by way of the cache
 constexpr int64_t kSummed = 128;  // of K that one accumulator sums
+constexpr int64_t kAhead = 4096;  // bytes from what is used to what is fetched
+
+// What four numbers of K of a vector of columns do to the sums of a row of x: as floats, one after the other.
+struct Singly {
+  using X = float;
+  static constexpr int per_x = 1, sums = 1,
+                       at_once = 8;  // numbers of K, sums of a column; rows beside two vectors of columns
+  Vec number[4];
+
+  explicit Singly(IVec word) {
+    for (int j = 0; j < 4; ++j) number[j] = float8(word << (24 - 8 * j));
+  }
+  void add(const X* x, Vec* sum) const {
+    for (int j = 0; j < 4; ++j) *sum = fma(splat(x[j]), number[j], *sum);
+  }
+  static Vec whole(const Vec* sum) { return *sum; }
+};
+
+#if defined(OPSMITH_AVX512) && defined(__AVX512BF16__)
+// As pairs of bfloat16: the first sum is of the first two columns of each four, the second of the others, two lanes a column.
+struct Doubly {
+  using X = Couple;
+  static constexpr int per_x = 2, sums = 2, at_once = 4;
+  __m512bh first, second;
+
+  // A nibble more than e4m3 has makes a byte and a half of a bfloat16. Its lower byte is the lower nibble moved up, and what the
+  // exponent's other bits become is looked up; so is all of a number without an exponent.
+  explicit Doubly(IVec word) {
+    const auto table = [](uint64_t low, uint64_t high) __attribute__((always_inline)) {
+      return _mm512_broadcast_i32x4(_mm_set_epi64x(int64_t(high), int64_t(low)));
+    };
+    const __m512i bytes = (__m512i)word, nibbles = _mm512_set1_epi8(15);
+    const __m512i below = _mm512_and_si512(bytes, nibbles);
+    const __m512i above = _mm512_and_si512(_mm512_srli_epi16(bytes, 4), nibbles);
+    const __mmask64 small = _mm512_testn_epi8_mask(bytes, _mm512_set1_epi8(0x70));
+    const __m512i lower = _mm512_mask_shuffle_epi8(_mm512_andnot_si512(nibbles, _mm512_slli_epi16(bytes, 4)),
+                                                   small, table(0x60402000c0800000, 0xf0e0d0c0b0a09080),
+                                                   below);
+    const __m512i upper = _mm512_xor_si512(
+        _mm512_shuffle_epi8(table(0x43424140'3f3e3d3c, 0xc3c2c1c0'bfbebdbc), above),
+        _mm512_maskz_shuffle_epi8(small, table(0x000000000707073c, 0), below));
+    first = (__m512bh)_mm512_unpacklo_epi8(lower, upper);
+    second = (__m512bh)_mm512_unpackhi_epi8(lower, upper);
+  }
+  void add(const X* x, Vec* sum) const {
+    double pairs;
+    std::memcpy(&pairs, x, sizeof pairs);
+    const __m512bh both = (__m512bh)_mm512_set1_pd(pairs);
+    sum[0] = (Vec)_mm512_dpbf16_ps((__m512)sum[0], both, first);
+    sum[1] = (Vec)_mm512_dpbf16_ps((__m512)sum[1], both, second);
+  }
+  static Vec whole(const Vec* sum) {
+    const __m512 a = (__m512)sum[0], b = (__m512)sum[1];
+    return (Vec)_mm512_shuffle_ps(a, b, 0x88) + (Vec)_mm512_shuffle_ps(a, b, 0xdd);
+  }
+};
+template <class T>
+using Streaming = std::conditional_t<std::is_same_v<T, bfloat16>, Doubly, Singly>;
+#else
+template <class T>
+using Streaming = Singly;
+#endif
 
 // sums [R, kColumns] of NV vectors of columns from the v-th of a panel on, x [R, depth].
-template <int R, int NV>
-void stream(const float* x, int64_t depth, const QuantizedWeight& weight, int64_t column, int64_t width,
-            int64_t v, float* sums) {
+template <class Form, int R, int NV>
+void stream(const typename Form::X* x, int64_t depth, const QuantizedWeight& weight, int64_t column,
+            int64_t width, int64_t v, float* sums) {
   const float* const scales = weight.scale.as<float>() + column + v;
   const int64_t columns = weight.scale.sizes[weight.scale.dim - 1] - column - v;
   const uint8_t* from = weight.weight.as<uint8_t>() + column * depth + v * 4;
   Vec total[R][NV] = {};
   for (int64_t k = 0; k < depth;) {
     const float* const scale = scales + (weight.group ? k / weight.group * weight.scale.strides[0] : 0);
-    Vec sum[R][NV] = {};
+    Vec sum[R][NV][Form::sums] = {};
     for (const int64_t until = std::min(k + kSummed, depth); k < until; k += 4, from += 4 * width) {
-      IVec word[NV];
-      for (int n = 0; n < NV; ++n) word[n] = load_words(from + n * 4 * W);
-#pragma GCC unroll 4
-      for (int j = 0; j < 4; ++j) {
-        Vec number[NV];
+      if (v == 0) {
+        for (int64_t line = 0; line < 4 * kColumns; line += 64) prefetch_far(from + kAhead + line);
+      }
 #pragma GCC unroll 2
-        for (int n = 0; n < NV; ++n) number[n] = float8(word[n] << (24 - 8 * j));
+      for (int n = 0; n < NV; ++n) {
+        const Form four(load_words(from + n * 4 * W));
 #pragma GCC unroll 8
-        for (int r = 0; r < R; ++r) {
-          const Vec one = splat(x[r * depth + k + j]);
-#pragma GCC unroll 2
-          for (int n = 0; n < NV; ++n) sum[r][n] = fma(one, number[n], sum[r][n]);
-        }
+        for (int r = 0; r < R; ++r) four.add(x + (r * depth + k) / Form::per_x, sum[r][n]);
       }
     }
     for (int n = 0; n < NV; ++n) {
+      prefetch(scale + kColumns + n * W);  // the next panel's
       const Part there{int(std::clamp<int64_t>(columns - n * W, 0, W))};
       const Vec step = load(scale + n * W, there);
 #pragma GCC unroll 8
-      for (int r = 0; r < R; ++r) total[r][n] = fma(sum[r][n], step, total[r][n]);
+      for (int r = 0; r < R; ++r) total[r][n] = fma(Form::whole(sum[r][n]), step, total[r][n]);
     }
   }
   for (int r = 0; r < R; ++r) {
@@ -169,15 +227,16 @@ void stream(const float* x, int64_t depth, const QuantizedWeight& weight, int64_
   }
 }
 
-template <int R = kStreamed>
-void stream_rows(int rows, const float* x, int64_t depth, const QuantizedWeight& weight, int64_t column,
-                 int64_t width, float* sums) {
+template <class Form, int R = kStreamed>
+void stream_rows(int rows, const typename Form::X* x, int64_t depth, const QuantizedWeight& weight,
+                 int64_t column, int64_t width, float* sums) {
   if constexpr (R > 1) {
-    if (rows < R) return stream_rows<R - 1>(rows, x, depth, weight, column, width, sums);
+    if (rows < R) return stream_rows<Form, R - 1>(rows, x, depth, weight, column, width, sums);
   }
+  constexpr int NV = R > Form::at_once ? 1 : 2;
   int64_t v = 0;
-  for (; v + 2 * W <= width; v += 2 * W) stream<R, 2>(x, depth, weight, column, width, v, sums);
-  if (v < width) stream<R, 1>(x, depth, weight, column, width, v, sums);
+  for (; v + NV * W <= width; v += NV * W) stream<Form, R, NV>(x, depth, weight, column, width, v, sums);
+  if (v < width) stream<Form, R, 1>(x, depth, weight, column, width, v, sums);
 }
 
 template <class T>
@@ -198,14 +257,16 @@ template <class T, class Y>
 void multiply_few(const PackedProduct& one) {
   const auto& [x, weight, bias, y] = one;
   const int64_t m = x.sizes[0], n = y.sizes[1], depth = round_up(x.sizes[1], kDepth);
-  const Kept<0> wide(m * depth * int64_t(sizeof(float)));
-  expand<T>(x, wide.as<float>(), depth);
+  using Form = Streaming<T>;
+  using X = typename Form::X;
+  const Kept<0> wide(m * depth / Form::per_x * int64_t(sizeof(X)));
+  expand<T>(x, wide.as<X>(), depth / Form::per_x);
   const int64_t grain = std::max<int64_t>(1, (int64_t{1} << 16) / std::max<int64_t>(1, depth * kColumns));
   parallel_for(ceil_div(n, kColumns), grain, [&](int64_t begin, int64_t end) {
     float sums[kStreamed * kColumns];
     for (int64_t panel = begin; panel < end; ++panel) {
       const int64_t column = panel * kColumns, columns = std::min(kColumns, n - column);
-      stream_rows(int(m), wide.as<float>(), depth, weight, column, round_up(columns, kLeastPanel), sums);
+      stream_rows<Form>(int(m), wide.as<X>(), depth, weight, column, round_up(columns, kLeastPanel), sums);
       for (int64_t r = 0; r < m; ++r) {
         Y* const to = y.as<Y>() + r * y.strides[0] + column;
         for_lanes(columns, [&](int64_t c, auto lanes) {

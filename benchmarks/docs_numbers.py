@@ -308,6 +308,18 @@ def _deepseek_v3() -> str:
 
 
 @region
+def _next_rows() -> str:
+    stem = "next-rows-2026-11-27-amd-epyc-family-26"
+    found = read(stem)
+    plain, *asked = found["runs"]
+    rows = [
+        (run["name"], f"{run['hit_rate']:.0%}", paired(run["samples"], plain["samples"])) for run in asked
+    ]
+    head = ("rows asked for", "hits", "tokens a second, over asking for nothing")
+    return f"{source(stem)}\n\n{table(head, rows)}"
+
+
+@region
 def _training() -> str:
     stem = "training-2026-11-23-amd-epyc-family-25-model-17"
     found = read(stem)["results"].values()

@@ -15,6 +15,7 @@ from torch import nn
 import opsmith
 from opsmith import Config
 from opsmith.checkpoints import CheckpointError, folder, quantized
+from opsmith.checkpoints.compressed import from_words
 from opsmith.ops import PackedExperts, PackedLinear
 
 pytest.importorskip("accelerate")
@@ -44,6 +45,26 @@ def gptq(n: int, k: int) -> tuple[Tensors, torch.Tensor]:
     q, scale, zero, weight = four_bits(n, k)
     parts = {"qweight": words(q).t(), "scales": scale, "qzeros": words(zero - 1)}
     return parts | {"g_idx": torch.arange(k, dtype=torch.int32) // GROUP}, weight
+
+
+def of_activations(k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The groups of numbers that were taken in another order than they lie in, and where each was taken."""
+    place = torch.randperm(k)
+    return (place // GROUP).int(), place
+
+
+def gptq_of_activations(n: int, k: int) -> tuple[Tensors, torch.Tensor]:
+    parts, weight = gptq(n, k)
+    groups, place = of_activations(k)
+    q = from_words(parts["qweight"].t(), 4, k)[:, place]
+    return parts | {"qweight": words(q).t(), "g_idx": groups}, weight[:, place]
+
+
+def words_of_activations(n: int, k: int) -> tuple[Tensors, torch.Tensor]:
+    parts, weight = words_of_compressed(n, k)
+    groups, place = of_activations(k)
+    q = from_words(parts["weight_packed"], 4, k)[:, place]
+    return parts | {"weight_packed": words(q), "weight_g_idx": groups}, weight[:, place]
 
 
 def awq(n: int, k: int) -> tuple[Tensors, torch.Tensor]:
@@ -84,9 +105,15 @@ def compressed(bits: int, inputs: Any = None, group: int = GROUP) -> dict[str, A
 Kind = tuple[Callable[[int, int], tuple[Tensors, torch.Tensor]], dict[str, Any], str]
 KINDS: dict[str, Kind] = {
     "gptq": (gptq, {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False}, "int4"),
+    "gptq, desc_act": (
+        gptq_of_activations,
+        {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": True},
+        "int4",
+    ),
     "awq": (awq, {"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm"}, "int4"),
     "fp8": (fp8, {"quant_method": "fp8", "weight_block_size": [128, 128]}, "fp8"),
     "four bits": (words_of_compressed, compressed(4), "int4"),
+    "four bits, actorder": (words_of_activations, compressed(4), "int4"),
     "eight bits": (bytes_of_compressed, compressed(8), "int8"),
     "eight bits twice": (bytes_of_compressed, compressed(8, {"dynamic": True}), "int8_dynamic"),
     "floats": (floats_of_compressed, compressed(8), "fp8"),
@@ -193,7 +220,7 @@ def mixture(place: Path, kind: str, name: str) -> Any:
 
 
 @pytest.mark.parametrize("name", MIXTURES)
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "eight bits twice"])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "eight bits twice" and "act" not in kind])
 def test_experts_have_the_folders_numbers(kind: str, name: str, tmp_path: Path) -> None:
     right = mixture(tmp_path, kind, name)
     model, ids = loaded(tmp_path), torch.randint(0, 96, (2, 9))
@@ -231,6 +258,12 @@ def test_a_mixture_is_loaded_and_generates(kind: str, name: str, tmp_path: Path)
         loaded(tmp_path)
 
 
+def test_experts_in_the_order_of_activations_are_refused(tmp_path: Path) -> None:
+    mixture(tmp_path, "gptq, desc_act", "mixtral")
+    with pytest.raises(CheckpointError, match=r"experts.0.w1: its columns are in the order of activations"):
+        loaded(tmp_path)
+
+
 def loaded(place: Path) -> Any:
     return quantized.load(place, folder.configuration(place), torch.float32)
 
@@ -253,8 +286,9 @@ def test_layers_have_the_folders_numbers(kind: str, tmp_path: Path) -> None:
     assert model.lm_head.weight.equal(right.lm_head.weight)
 
 
-def test_load_optimizes_what_is_in_few_bits(tmp_path: Path) -> None:
-    right, ids = written(tmp_path, "awq"), torch.randint(0, 96, (1, 9))
+@pytest.mark.parametrize("kind", ["awq", "gptq, desc_act"])
+def test_load_optimizes_what_is_in_few_bits(kind: str, tmp_path: Path) -> None:
+    right, ids = written(tmp_path, kind), torch.randint(0, 96, (1, 9))
     model = opsmith.load(tmp_path, config=Config(tune=False))
     with torch.no_grad():
         assert model(ids).logits.allclose(right(ids).logits, atol=1e-5)
@@ -285,7 +319,9 @@ def test_what_is_not_known_is_refused(tmp_path: Path) -> None:
         ("gptq", {"bits": 3}, len, "it has 3 bits, where 4 are known"),
         ("four bits", compressed(3), len, "it has 3 bits, where 4 and 8 are known"),
         ("four bits", compressed(4, group=-1), len, r"group_size must be one of \(32, 64, 128\), got -1"),
-        ("gptq", {}, lambda t: t[f"{first}.g_idx"].add_(1), "desc_act"),
+        ("gptq", {}, lambda t: t[f"{first}.g_idx"].add_(1), "groups must have 32 of 64 numbers each"),
+        ("gptq", {}, lambda t: t.update({f"{first}.g_idx": torch.zeros(8)}), "groups must have 32 of 64"),
+        ("four bits, actorder", {}, lambda t: t[f"{first}.weight_g_idx"].fill_(-1), "groups must have 32"),
         ("gptq", {}, lambda t: t.pop(f"{first}.scales"), "q_proj: it has no 'scales'"),
         ("gptq", {}, lambda t: t[f"{first}.scales"].fill_(torch.inf), "every scale must be finite"),
         ("gptq", {}, lambda t: t.pop("model.norm.weight"), "it has no tensor for model.norm.weight"),

@@ -82,6 +82,8 @@ def write(layer: PackedLinear, rows: slice = slice(None)) -> tuple[Scheme | None
         parts = {"weight": (q ^ 128).view(torch.int8), "weight_scale": scale}
         return _scheme("int-quantized", weights, inputs), parts
     bits = weights["num_bits"] = FORMATS[format].bits
+    place = None if layer.order is None else layer.order.argsort()  # of each number
+    q = q if place is None else q[:, place]
     parts = {"weight_packed": to_words(q, bits), "weight_scale": scale, "weight_shape": torch.tensor(q.shape)}
     if layer.group_size:
         weights |= {"strategy": "group", "group_size": layer.group_size}
@@ -91,6 +93,9 @@ def write(layer: PackedLinear, rows: slice = slice(None)) -> tuple[Scheme | None
             raise ValueError(f"it has a zero of {int(zero.max())}, where compressed-tensors has 15 at most")
         weights["symmetric"] = False
         parts["weight_zero_point"] = to_words(zero, bits).t()
+    if place is not None:
+        weights["actorder"] = "group"
+        parts["weight_g_idx"] = (place // layer.group_size).int()
     return _scheme("pack-quantized", weights), parts
 
 
@@ -116,8 +121,6 @@ def read(parts: Parts, scheme: Scheme) -> PackedLinear:
     """A layer of its tensors; these say themselves in which form they are."""
     weights, inputs = scheme.get("weights") or {}, scheme.get("input_activations")
     scale = parts["weight_scale"]
-    if "weight_g_idx" in parts:
-        raise ValueError("its columns are in the order of activations (actorder), which are not loaded yet")
     if inputs is not None and not inputs.get("dynamic"):
         raise ValueError("its inputs are rounded by scales of the checkpoint, where dynamic ones are known")
     if "weight_packed" not in parts:
@@ -131,7 +134,12 @@ def read(parts: Parts, scheme: Scheme) -> PackedLinear:
     q, zero = from_words(parts["weight_packed"], bits, k), parts.get("weight_zero_point")
     if bits == 4:
         zeros = None if zero is None else from_words(zero.t(), 4, n).to(torch.int8)
-        return PackedLinear.from_int4(q, scale.t(), zeros, group_size=int(group or 0))
+        groups = parts.get("weight_g_idx")
+        return PackedLinear.from_int4(q, scale.t(), zeros, group_size=int(group or 0), groups=groups)
+    if "weight_g_idx" in parts:
+        raise ValueError(
+            "its 8 bits are in the order of activations (actorder), where 4 bits in it are known"
+        )
     if zero is not None:
         raise ValueError("its 8 bits have zeros, where 8 bits around zero are known")
     if not group or group < 0:

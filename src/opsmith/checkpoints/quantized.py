@@ -35,16 +35,12 @@ Make = Callable[[Parts, dict[str, Any]], PackedLinear]
 def _gptq(parts: Parts, how: dict[str, Any]) -> PackedLinear:
     group = _grouped(how.get("bits"), how.get("group_size"))
     k = parts["qweight"].shape[0] * 8
-    order = parts.get("g_idx")
-    if order is not None and not bool((order == torch.arange(k) // group).all()):
-        raise ValueError("its columns are in the order of activations (desc_act), which are not loaded yet")
     n = parts["qweight"].shape[1]
     zero = from_words(parts["qzeros"], 4, n).to(torch.int8)
     if how.get("checkpoint_format", "gptq") == "gptq":
         zero += 1  # saved as one less
-    return PackedLinear.from_int4(
-        from_words(parts["qweight"].t(), 4, k), parts["scales"], zero, group_size=group
-    )
+    q, groups = from_words(parts["qweight"].t(), 4, k), parts.get("g_idx")
+    return PackedLinear.from_int4(q, parts["scales"], zero, group_size=group, groups=groups)
 
 
 def _awq(parts: Parts, how: dict[str, Any]) -> PackedLinear:
@@ -136,13 +132,22 @@ def load(folder: Path, config: Any, dtype: torch.dtype) -> nn.Module:
             raise CheckpointError(f"{folder} does not load: {path}: {what}") from error
         return packed
 
+    def expert(shape: tuple[int, ...], path: str, *more: str) -> PackedLinear:
+        packed = layer(shape, path, *more)
+        if packed.order is not None:
+            raise CheckpointError(
+                f"{folder} does not load: {path}: its columns are in the order of activations, which is known of "
+                "layers and not of experts"
+            )
+        return packed
+
     for path, module in list(experts_of(model)):
         for at, gate, up, down in ((path, *EXPERT), (as_mixtral(path), *MIXTRALS)):
             if f"{at}.0.{down}.{says}" in files.file:
                 e, n, k = module.gate_up_proj.shape
                 each = [f"{at}.{i}" for i in range(e)]
-                first = PackedExperts.of((layer((n, k), f"{i}.{gate}", f"{i}.{up}") for i in each), e)
-                last = PackedExperts.of((layer((k, n // 2), f"{i}.{down}") for i in each), e)
+                first = PackedExperts.of((expert((n, k), f"{i}.{gate}", f"{i}.{up}") for i in each), e)
+                last = PackedExperts.of((expert((k, n // 2), f"{i}.{down}") for i in each), e)
                 put_experts(model, path, first, last)
     for path, module in list(model.named_modules()):
         if type(module) is not nn.Linear or f"{path}.{says}" not in files.file:

@@ -49,7 +49,8 @@ class PackedLinear(nn.Module):
         dtype: of the bias.
         device: of everything.
 
-    The buffers `weight`, `scale`, `zero`, `outer` and `bias` are the state; their layout is the same on every machine.
+    The buffers `weight`, `scale`, `zero`, `outer`, `order` and `bias` are the state; their layout is the same on every
+    machine. Where there is an `order` of the inputs, as `from_int4` makes it, the weight's columns are in it.
 
     Raises:
         TypeError, ValueError: for a format or sizes that make no sense.
@@ -59,6 +60,7 @@ class PackedLinear(nn.Module):
     scale: torch.Tensor | None
     zero: torch.Tensor | None
     outer: torch.Tensor | None
+    order: torch.Tensor | None
     bias: torch.Tensor | None
     error: RoundingError | None  # set by `from_linear`; None for a module whose state was loaded
 
@@ -87,6 +89,7 @@ class PackedLinear(nn.Module):
         buffers = empty(format, out_features, in_features, self.group_size, self.symmetric, device)
         for name, t in zip(_STATE, buffers, strict=True):
             self.register_buffer(name, t)
+        self.register_buffer("order", None)
         self.register_buffer("bias", torch.zeros(out_features, dtype=dtype, device=device) if bias else None)
 
     @classmethod
@@ -173,7 +176,13 @@ class PackedLinear(nn.Module):
 
     @classmethod
     def from_int4(
-        cls, numbers: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None = None, *, group_size: int
+        cls,
+        numbers: torch.Tensor,
+        scale: torch.Tensor,
+        zero: torch.Tensor | None = None,
+        *,
+        group_size: int,
+        groups: torch.Tensor | None = None,
     ) -> PackedLinear:
         """A layer without a bias of numbers from 0 to 15 that somebody else rounded: `w = (number - zero) scale`.
 
@@ -181,7 +190,8 @@ class PackedLinear(nn.Module):
         64
 
         Numbers are uint8 [N, K]; scales bfloat16 or float16 [ceil(K / group_size), N], zeros, by default 8, int8 like
-        them. Others raise TypeError or ValueError.
+        them. Others raise TypeError or ValueError. `groups` [K] says which scale each number of a row has, where that
+        is not the next one after `group_size` of them: GPTQ takes the numbers in the order of activations.
         """
         n, k = _numbers(numbers, torch.uint8)
         made = cls(
@@ -194,6 +204,11 @@ class PackedLinear(nn.Module):
             _scales("zero", zero, (-(-k // group_size), n), torch.int8)
             made.zero = zero.contiguous()
         made.scale = scale.contiguous()
+        if groups is not None and not groups.equal(in_order := torch.arange(k).to(groups) // group_size):
+            order = groups.argsort(stable=True)
+            if not groups[order].equal(in_order):
+                raise ValueError(f"{_NAME}: groups must have {group_size} of {k} numbers each")
+            numbers, made.order = numbers[:, order], order
         made.weight.copy_(pack_integers(numbers, "int4"))
         return made
 
@@ -266,6 +281,8 @@ class PackedLinear(nn.Module):
             )
         if bias is not None and bias.dtype is not input.dtype and input.is_floating_point():
             bias = bias.to(input.dtype)
+        if (order := held["order"]) is not None:
+            input = input.index_select(-1, order)
         return packed_linear(
             input,
             weight,
@@ -294,13 +311,15 @@ class PackedLinear(nn.Module):
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """The weight [N, K] that the packed one stands for."""
-        return dequantize(
+        weight = dequantize(
             *self.packed, format=self.format, k=self.in_features, group_size=self.group_size, dtype=dtype
         )
+        return weight if self.order is None else weight[:, self.order.argsort()]
 
     def extra_repr(self) -> str:
         groups = f", group_size={self.group_size}" if self.format in CHOSEN else ""
         groups += f", symmetric={self.symmetric}" if self.format == "int4" else ""
+        groups += ", ordered" * (self.order is not None)
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, "
             f"bias={self.bias is not None}, format={self.format!r}{groups}"
@@ -409,15 +428,16 @@ class PackedEmbedding(nn.Module):
         dtype: of the result.
 
     Raises:
-        ValueError: for a format of pairs, bf16.
+        ValueError: for a format of pairs, bf16, and for columns in an order of their own.
     """
 
     def __init__(
         self, packed: PackedLinear, *, factor: float = 1.0, dtype: torch.dtype = torch.float32
     ) -> None:
         super().__init__()
-        if packed.format == "bf16":
-            raise ValueError("PackedEmbedding: rows of bf16 cannot be read alone; keep the nn.Embedding")
+        if packed.format == "bf16" or packed.order is not None:
+            what = "bf16" if packed.order is None else "a weight whose inputs are ordered"
+            raise ValueError(f"PackedEmbedding: rows of {what} cannot be read alone; keep the nn.Embedding")
         self.table, self.factor, self.dtype = packed, factor, dtype
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:

@@ -1,5 +1,6 @@
 """What `opsmith new` writes: complete, formatted, quick, and right on every back end without an edit."""
 
+import copy
 import functools
 import json
 import os
@@ -163,6 +164,26 @@ def test_dtypes_may_be_mixed(tmp_path: Path) -> None:
     assert y.dtype == torch.bfloat16
     findings = list(verify(card, [torch.bfloat16]))
     assert [str(f) for f in findings if not f.ok] == []
+
+
+@runs
+def test_a_gradient_may_have_a_dtype_of_its_own(tmp_path: Path) -> None:
+    """That of an input which the backward does not read, while all that it reads has another."""
+    p = copy.deepcopy(next(p for p in PROTOTYPES.values() if p["op"] == "RopeCustom"))
+    p["input_desc"][0]["type"] = "float"  # x's, and so of its gradient; cosines, sines and y may be bfloat16
+    file = tmp_path / "p.json"
+    file.write_text(json.dumps(p))
+    folder, _, _ = create(file, tmp_path / "mixed", backends=(here,))
+    card: Operator = project.load(folder).CARD
+    x, angles = torch.randn(1, 2, 3, 8, requires_grad=True), torch.randn(3, 8)
+    cos, sin = angles.cos().bfloat16(), angles.sin().bfloat16()
+    results = []
+    for function in (card.function, card.reference):
+        y = function(x, cos, sin)
+        results.append((y, *torch.autograd.grad(y, x, torch.ones_like(y))))
+    assert [t.dtype for t in results[0]] == [torch.bfloat16, torch.float32]
+    for got, right in zip(*results, strict=True):
+        torch.testing.assert_close(got, right)
 
 
 @runs

@@ -83,6 +83,7 @@ def test_a_difference_is_one_line_for_each_call(plan: Plan, tmp_path: Path) -> N
         ("[]", "has schema 'list', this version reads 1; make the plan again"),
         ('{"shapes": []}', "has schema None"),
         ('{"schema": 2, "shapes": []}', "has schema 2"),
+        (json.dumps({"schema": ["schema"] * 9999}), r"has schema \['schema', .{,60}, this version reads 1"),
         ('{"schema": 1, "shapes": 3}', "is damaged: shapes: .*; make the plan again"),
         ('{"schema": 1, "shapes": [{"sizes": "s0=3"}]}', r"is damaged: shapes\.0\.steps"),
         (

@@ -136,7 +136,7 @@ def read(path: str | Path, what: str) -> Any:
 def checked(data: Any, found: Any, schema: int, form: TypeAdapter[T], where: str, again: str) -> T:
     """What JSON of a schema holds, in its form; JSON of another schema `found`, or damaged, is one clear error."""
     if found != schema:
-        raise ValueError(f"{where} has schema {found!r}, this version reads {schema}; {again}")
+        raise ValueError(f"{where} has schema {found!r:.64}, this version reads {schema}; {again}")
     try:
         return form.validate_python({k: v for k, v in data.items() if k != "schema"})
     except ValidationError as error:

@@ -214,17 +214,17 @@ class CppKernel(Kernel):
 
     def choices(self) -> list[str]:
         """Its body: the instance of the template for each combination of dtypes."""
-        first = {
-            t: next(n for n in self.tensors if self.type_of[n] == t and n not in self.optional)
-            for t in self.letters
-        }
+        of = {t: [n for n in self.tensors if self.type_of[n] == t] for t in self.letters}
+        first = {t: min(names, key=self.optional.__contains__) for t, names in of.items()}
         numbers = [n if isinstance(v, bool) else f"float({n})" for n, v in self.plan.attributes.items()]
         arguments = ", ".join([*self.tensors, *numbers, *self.arguments])
         lines = []
         for key in dict.fromkeys(tuple(c[first[t]] for t in self.letters) for c in self.columns):
-            test = " && ".join(
-                f"{first[t]}.dtype == DType::{_DTYPES[k]}" for t, k in zip(self.letters, key, strict=True)
-            )
+            tests = []
+            for t, k in zip(self.letters, key, strict=True):
+                test = f"{first[t]}.dtype == DType::{_DTYPES[k]}"
+                tests.append(f"(!{first[t]}.defined() || {test})" if first[t] in self.optional else test)
+            test = " && ".join(tests)
             types = ", ".join(self.types[k] for k in key)
             lines.append(f"if ({test}) return {self.name}_of<{types}>({arguments});")
         return lines

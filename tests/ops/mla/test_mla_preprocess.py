@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import numpy as np
@@ -133,6 +134,25 @@ def test_int8_results_are_those_of_the_formulas_in_float32(quant: str, dtype: to
     right = as_specified(w, x, cos, sin, **SCALES)
     for got, one in ((q_out, right[0]), (k_nope.to(torch.int8), right[2])):
         hold(got, one, True)
+
+
+@pytest.mark.parametrize("quant", [None, "per_token", "weight_int4"])
+@pytest.mark.parametrize("tokens", [1, 33])
+def test_all_rows_of_a_projection_may_be_one(tokens: int, quant: str | None) -> None:
+    """As `expand` makes them: where a row ends says nothing of where the next one begins."""
+    sizes = Sizes(tokens=tokens, hidden=64, q_lora=32)
+    w = sizes.weights(torch.bfloat16)
+    w = w if quant is None else w.quantize(quant)
+    x, cos, sin = sizes.inputs(torch.bfloat16)
+    ones = [t[:1].expand_as(t) for t in (w.wdqkv, w.wuq)]
+    results = []
+    for wdqkv, wuq in (ones, [t.contiguous() for t in ones]):
+        cache = sizes.cache("split", 16, torch.bfloat16)
+        same = copy.copy(w)
+        same.wdqkv, same.wuq = wdqkv, wuq
+        results.append(mla_preprocess(x, same, cos, sin, torch.arange(tokens), cache))
+    for got, right in zip(*results, strict=True):
+        assert got.equal(right)
 
 
 @pytest.mark.parametrize("quant", ["per_tensor", "per_token", "weight_int8", "weight_int4"])

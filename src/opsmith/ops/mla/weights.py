@@ -99,9 +99,10 @@ class Parts(NamedTuple):
         return self._replace(wdqkv=down.weight, wuq=up.weight, **changes)
 
     def as_rows(self) -> tuple[Maybe, ...]:
-        """The tensors as kernels take them: contiguous, though rows of the projections may lie apart."""
+        """The tensors as kernels take them: contiguous, though rows of the projections may lie apart, not in one place."""
         weights = [w.view(torch.int8) if w.dtype == torch.uint8 else w for w in self[:2]]
-        return (*map(dense_rows, weights), *map(dense, self[2:-2]))
+        rows = [dense_rows(w) if w.stride()[0] >= w.shape[1] else w.contiguous() for w in weights]
+        return (*rows, *map(dense, self[2:-2]))
 
     def check(self, op: str, sizes: Sizes, wuv: Any = None) -> None:
         """Refuse tensors of other shapes or dtypes than these sizes and this form of quantization have."""

@@ -149,6 +149,7 @@ Projection projection(const char* name, const Tensor& weight, const Optional& bi
   const bool packed = quant == Quant::weight_int4;
   check(name, weight, {kAny, packed ? kAny : depth}, quant == Quant::none ? dtype : DType::i8);
   const int64_t n = weight.size(0), width = weight.size(1);
+  STD_TORCH_CHECK(n <= 1 || weight.stride(0) >= width, "mla: rows of ", name, " lie on each other");
   check("bias", bias, {n}, quant == Quant::per_tensor ? DType::i32 : dtype);
   STD_TORCH_CHECK(!bias || quant != Quant::per_token, "mla: no bias per token");
   Projection p{view_of(weight), view_of(bias), view_of(descale)};

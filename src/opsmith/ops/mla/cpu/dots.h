@@ -462,7 +462,8 @@ inline void dot_rows(int64_t tokens, const S* w, int64_t w_stride, int64_t rows,
   if (tiles == 1) return dot_few(tokens, w, w_stride, rows, size, ahead, out, out_stride, tile);
   const int64_t distance = std::max(kAheadBytes, kDotRows * row_bytes);
   // A tile's tokens stay in the nearest cache for so many rows, if they fit there together.
-  const int64_t fit = std::max<int64_t>(1, (kNearBytes / row_bytes - kDotTokens) / kDotRows);
+  const int64_t fit = std::max<int64_t>(
+      1, (kNearBytes / std::max<int64_t>(1, row_bytes) - kDotTokens) / kDotRows);
   for (int64_t r = 0; r < rows;) {
     const int64_t count = rows - r >= size.many ? size.many : 1, lines = ceil_div(count, tiles);
     const int64_t end = r + std::min(fit * count, (rows - r) / count * count);

@@ -132,7 +132,8 @@ struct Int4Weight {
     for (int64_t i = 0; i < n; ++i) row[i % 2 * half + i / 2] = from_float<X>(to_float(from_float<T>(y[i])));
   }
   static void rows(const Strip<X>& s) {
-    const int64_t w_stride = s.stride(), half = s.p.weight.sizes[1], groups = s.p.descale.sizes[1];
+    const int64_t w_stride = std::max<int64_t>(1, s.stride()), half = s.p.weight.sizes[1],
+                  groups = s.p.descale.sizes[1];
     // A group has sums of its own beside those of the row: for more rows than two there are no registers.
     const RowSize size{half, half, 2 * half * int64_t(sizeof(X)), kFewRows,
                        sizeof(X) == 2 ? kFewRows : kDotRows};

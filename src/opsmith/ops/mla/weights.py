@@ -99,7 +99,7 @@ class Parts(NamedTuple):
         return self._replace(wdqkv=down.weight, wuq=up.weight, **changes)
 
     def as_rows(self) -> tuple[Maybe, ...]:
-        """The tensors as kernels take them: contiguous, though rows of the projections may lie apart, not in one place."""
+        """The tensors as kernels take them: contiguous, though rows of the projections may lie apart (not as one)."""
         weights = [w.view(torch.int8) if w.dtype == torch.uint8 else w for w in self[:2]]
         rows = [dense_rows(w) if w.stride()[0] >= w.shape[1] else w.contiguous() for w in weights]
         return (*rows, *map(dense, self[2:-2]))

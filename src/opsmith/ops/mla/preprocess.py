@@ -368,10 +368,12 @@ def _samples_int8(make: Make) -> Iterator[Sample]:
 
 
 def _promised(*args: Any, **options: Any) -> bool:
-    """Finite calls in which no two tokens share a slot."""
+    """Finite calls in which no two tokens share a slot and no scale of an int8 cache is nothing."""
     given = [t for t in (*args, *options.values()) if isinstance(t, torch.Tensor)]
+    scales = [t for n in ("ctkv_scale", "q_nope_scale") if isinstance(t := options.get(n), torch.Tensor)]
     slots = args[9][args[9] >= 0]
-    return all(bool(t.isfinite().all()) for t in given) and slots.unique().numel() == slots.numel()
+    right = all(bool(t.isfinite().all()) for t in given) and all(bool(t.all()) for t in scales)
+    return right and slots.unique().numel() == slots.numel()
 
 
 def _card(name: str, **more: Any) -> Operator:

@@ -265,7 +265,8 @@ def _expect(
 
 def _promised(x: torch.Tensor, *tensors: torch.Tensor | None, **options: Any) -> bool:
     """Finite calls: a number that is not makes its whole row of results NaN."""
-    return all(bool(t.isfinite().all()) for t in (x, *tensors) if t is not None)
+    given = (x, *tensors, options.get("outer"))
+    return all(bool(t.isfinite().all()) for t in given if t is not None)
 
 
 def _cost(

@@ -10,7 +10,7 @@ import functools
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -215,6 +215,12 @@ def _last(device: torch.device) -> torch.Tensor:
         last = torch.tensor([-1], device=device)
     torch._dynamo.mark_static(last)
     return last
+
+
+def may_cache(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call can be one with a cache. To ask its signature takes as long as a layer of a short sentence."""
+    told = kwargs.get(_CACHE) is not None or kwargs.get("use_cache") is True
+    return told or not all(a is None or isinstance(a, torch.Tensor) for a in args)
 
 
 class ModelCall:

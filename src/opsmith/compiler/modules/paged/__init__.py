@@ -50,8 +50,10 @@ class Paged:
         """The model's call: by `run` on pages, where these serve it."""
         if self.why is not None and not self.windows:  # none of its caches has pages
             return run(*args, **kwargs)
-        call = conventions.ModelCall(model, args, kwargs)
         with self.lock:
+            if not conventions.may_cache(args, kwargs):
+                return run(*args, **kwargs)
+            call = conventions.ModelCall(model, args, kwargs)
             if not call.caches:
                 return run(*args, **kwargs)
             why = (

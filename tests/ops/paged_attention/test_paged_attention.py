@@ -458,3 +458,20 @@ def test_what_is_no_number_for_each_head(name: str) -> None:
     ):
         with pytest.raises(error, match=f"paged_attention: {name} {message}"):
             paged_attention(q, k_cache, v_cache, tables, torch.tensor([5]), **{name: wrong})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_scores_of_billions_have_the_weights_that_they_should(dtype: torch.dtype) -> None:
+    """As float16 can make them of two rows of 64: their products with log2(e) are rounded by more than 2^127 allows."""
+    torch.manual_seed(0)
+    q, k = torch.full((1, 4, 3, 64), 3e4, dtype=dtype), torch.full((1, 4, 40, 64), 3e4, dtype=dtype)
+    k[:, :, ::3] *= 0.5
+    v = torch.randn(1, 4, 40, 64, dtype=dtype)
+    right = attention(q.double(), k.double(), v.double())
+    blocks = [t[0].transpose(0, 1).reshape(5, 8, 4, 64).contiguous() for t in (k, v)]
+    lengths, table = torch.tensor([40]), torch.arange(5)[None]
+    with always_native():
+        whole, one = attention(q, k, v), paged_attention(q[:, :, 0], *blocks, table, lengths)
+    unit = 4 * torch.finfo(dtype).eps
+    torch.testing.assert_close(whole.double(), right, rtol=0, atol=unit)
+    torch.testing.assert_close(one.double(), right[:, :, 0], rtol=0, atol=unit)

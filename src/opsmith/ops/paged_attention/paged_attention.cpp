@@ -516,23 +516,27 @@ class Paged {
       base = select(base == -kInfinity, Vec{}, base);
       const Vec from = base * -exponent_;
       Vec total = {};  // of the tile: one long chain of additions would lose accuracy
-      const auto weight = [&](int64_t i) {
-        const Vec w = exp2<precise>(precise ? (load(s + i) - base) * exponent_
-                                            : fma(load(s + i), splat(exponent_), from));
-        total += w;
-        return w;
-      };
       float* const to = walk.to.weights + v;
-      if constexpr (Units::per_unit == 2) {
+      const auto all = [&](auto subtracted) __attribute__((always_inline)) {
+        const auto weight = [&](int64_t i) {
+          const Vec w = exp2<precise>(subtracted() ? (load(s + i) - base) * exponent_
+                                                   : fma(load(s + i), splat(exponent_), from));
+          total += w;
+          return w;
+        };
+        if constexpr (Units::per_unit == 2) {
 #if defined(OPSMITH_AVX512)
-        for (int64_t i = 0; i < vecs; i += 2 * stride) {
-          const Vec first = weight(i), second = weight(i + stride);
-          store(to + i / 2, (Vec)pack({first, second}));
-        }
+          for (int64_t i = 0; i < vecs; i += 2 * stride) {
+            const Vec first = weight(i), second = weight(i + stride);
+            store(to + i / 2, (Vec)pack({first, second}));
+          }
 #endif
-      } else {
-        for (int64_t i = 0; i < vecs; i += stride) store(to + i, weight(i));
-      }
+        } else {
+          for (int64_t i = 0; i < vecs; i += stride) store(to + i, weight(i));
+        }
+      };
+      const bool far = any(max(from, -from) > splat(kFarScore));
+      precise || far ? all(std::true_type{}) : all(std::false_type{});
       store(walk.sums.totals() + v, load(walk.sums.totals() + v) + total);
     }
   }

@@ -214,8 +214,8 @@ class Attention {
     }
     const float base = largest == -kInfinity ? 0.0f : largest;
     Vec total = load(totals);
-    if (p_.plain && !precise) {
-      const float shift = -base * exponent;
+    const float shift = -base * exponent;
+    if (p_.plain && !precise && std::abs(shift) < kFarScore) {
       const auto weight = [=](int64_t v) { return exp2_for<T>(fma(load(s + v * W), exponent, shift)); };
       int64_t v = 0;
       for (; v + 2 <= vecs; v += 2) {

@@ -145,3 +145,22 @@ def test_errors_of_the_model_at_a_call_are_its_own() -> None:
         with pytest.raises((RuntimeError, ValueError), match=r"mat1|size|shape"):
             model(numbers(3, 4, WIDTH + 1))
         truth.check(model(x), x)
+
+
+def test_a_model_of_which_nothing_is_captured_says_why() -> None:
+    """The first words of PyTorch's own reason; the model is as it was."""
+
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.turn = nn.LSTM(8, 8, batch_first=True)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.turn(x)[0]  # type: ignore[no-any-return]
+
+    model, x = Recurrent().eval(), torch.randn(1, 3, 8)
+    right = model(x)
+    with pytest.raises(RuntimeError, match=r"no graph of this model, which is as it was: .*RNN"):
+        opsmith.optimize(model, x)
+    assert not hasattr(model, "opsmith")
+    assert model(x).equal(right)

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch._dynamo.utils import counters
 
 import opsmith.ops  # noqa: F401  the cards register themselves
 from opsmith import measure
@@ -148,6 +149,7 @@ def optimize(
         session.dtypes = {layer.weight.dtype for layer in layers}
         session.adjacent.of(model)
         show("capturing the model")
+        breaks = set(counters["graph_break"])
         for args, kwargs in calls:
             if settings.quantize is not None and settings.verify:
                 session.packing.check(partial(model._call_impl, *args, **kwargs))
@@ -156,8 +158,12 @@ def optimize(
         if warm is not None:
             session.skipped = list(warm.run(model, session.selector))
         if calls and not session.graphs and not session.unread:
+            why = next(
+                (" ".join(b.split("\n")[:2]) for b in counters["graph_break"] if b not in breaks), None
+            )
             raise RuntimeError(
-                "optimize: PyTorch captured no graph of this model; run with TORCH_LOGS=dynamo to see why"
+                f"optimize: PyTorch captured no graph of this model, which is as it was: "
+                f"{why or 'TORCH_LOGS=graph_breaks says why'}"
             )
     except BaseException as error:
         restore(model)

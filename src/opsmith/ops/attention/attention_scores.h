@@ -100,9 +100,9 @@ struct Start {
   }
 };
 
-// Where the largest score is a power of 2 beyond this, its product with the exponent is rounded by more than weights may grow: then
+// Where the largest score is a power of 2 beyond this, its product with the exponent is rounded by more than 1: then
 // scores are subtracted first.
-constexpr float kFarScore = 0x1p29f;
+constexpr float kFarScore = 0x1p24f;
 
 // Sizes, and everything that depends on where a query row stands. The rows of a key head are those of its
 // `group` query heads, one head after the other, so that they share its packed keys and values.

@@ -11,6 +11,7 @@ import torch
 from benchmarks.mla_rungs import thirteen_in_pytorch
 from tests.ops.mla.sizes import Sizes, as_specified, double, hold, row_of, spelled_out
 
+from opsmith.operator import Make, registry
 from opsmith.ops import MLACache, MLAWeights, mla_preprocess, mla_q_epilogue
 
 MODES = ("joint", "split", "tiled", "int8_tiled")
@@ -297,6 +298,14 @@ def test_wrong_arguments_are_named_and_nothing_is_written(
         with pytest.raises(error, match=f"mla_preprocess: .*{message}"):
             rung(*call.values(), **extra)
     assert not cache.latent.any()
+
+
+def test_int4_rows_that_are_too_short_are_refused() -> None:
+    card = registry()["mla_preprocess_int8"]
+    sample = next(s for s in card.samples(Make(torch.float32, "cpu")) if s.name == "int4 weights")
+    x, wdqkv, wuq, *rest = sample.args
+    with pytest.raises(ValueError, match=r"wuq must have 16 bytes a row, or .*, for two numbers .* got 15"):
+        card.function(x, wdqkv, wuq[:, :15].contiguous(), *rest, **sample.kwargs)
 
 
 def test_no_latent_queries_without_q_lora() -> None:

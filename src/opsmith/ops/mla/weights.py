@@ -130,6 +130,11 @@ class Parts(NamedTuple):
             raise ValueError(f"{op}: beta0 belongs to the norm of gamma0, which is None: x comes normalized")
         packed, size = self.quant == "weight_int4", wdqkv.shape[1]
         inner = self.wuq.shape[1] if packed else (size if q_lora is None else q_lora)
+        if packed and q_lora is not None and not q_lora <= 2 * inner <= -(-q_lora // 64) * 64:
+            raise ValueError(
+                f"{op}: wuq must have {-(-q_lora // 2)} bytes a row, or the next multiple of 32, for two numbers of "
+                f"q_lora each, got {inner}"
+            )
         n0, n1 = kv_lora + rope + (q_lora or 0), heads * (nope + rope)
         channels = "one for each output channel"
         shapes: dict[str, tuple[tuple[int, ...], str]] = {

@@ -170,6 +170,7 @@ def test_dtypes_may_be_mixed(tmp_path: Path) -> None:
 def test_a_gradient_may_have_a_dtype_of_its_own(tmp_path: Path) -> None:
     """That of an input which the backward does not read, while all that it reads has another."""
     p = copy.deepcopy(next(p for p in PROTOTYPES.values() if p["op"] == "RopeCustom"))
+    p["op"] = "MixedTurn"
     p["input_desc"][0]["type"] = "float"  # x's, and so of its gradient; cosines, sines and y may be bfloat16
     file = tmp_path / "p.json"
     file.write_text(json.dumps(p))

@@ -47,9 +47,8 @@ SETTLED = 1 / 3  # of the time
 LEAST_MINUTES = 30.0  # that growth and times are judged by
 # Each operator is held to its card's policy; a model is a chain of them, so errors of some add up.
 WHOLE_MODEL = Tolerance(factor=3.0, ulps=4.0)
-DRAWS = (
-    9  # steps by which a gradient is judged that one step speaks against: eager's error may be small by luck
-)
+# Steps by which a gradient is judged that one step speaks against: eager's error may be small by luck.
+DRAWS = 9
 
 
 class Cancelled(Exception):

@@ -257,6 +257,25 @@ def test_the_bytes_that_a_token_reads(tied: bool) -> None:
     opsmith.restore(model)
 
 
+def test_of_a_mixture_a_token_reads_the_experts_that_it_is_sent_to() -> None:
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = transformers.GptOssConfig(
+        **sizes, vocab_size=96, intermediate_size=32, num_local_experts=8, num_experts_per_tok=2, head_dim=8
+    )
+    model = transformers.GptOssForCausalLM(config).eval()
+    of_experts = sum(p.nbytes for name, p in model.named_parameters() if ".experts." in name)
+    rest = sum(p.nbytes for p in model.parameters()) - of_experts - 96 * 32 * 4
+    assert generator.weight_bytes(model) == rest + of_experts / 4
+    biases = sum(p.nbytes for name, p in model.named_parameters() if name.endswith("_proj_bias"))
+    linear = sum(m.weight.nbytes for m in model.modules() if isinstance(m, torch.nn.Linear))
+    opsmith.optimize(model, quantize="int8", config=opsmith.Config(tune=False))
+    packed = {layer.name: layer.nbytes for layer in model.opsmith.report.quantized}
+    experts = packed.pop("model.layers.0.mlp.experts")
+    right = rest - linear + sum(packed.values()) + (experts + biases) / 4
+    assert generator.weight_bytes(model) == right
+    opsmith.restore(model)
+
+
 def test_the_bytes_of_a_cache() -> None:
     config = transformers.Gemma3TextConfig(
         num_hidden_layers=6, num_key_value_heads=1, num_attention_heads=4, head_dim=8, sliding_window=16

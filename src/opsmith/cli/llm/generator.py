@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from opsmith.ops import PackedLinear
+from opsmith.ops import PackedExperts, PackedLinear
 
 
 @dataclass(frozen=True)
@@ -113,21 +113,31 @@ def _without_end(model: Any) -> Iterator[None]:
 
 
 def weight_bytes(model: nn.Module) -> int:
-    """Bytes of the weights that one token reads: all but the rows of embeddings, packed ones as they are packed."""
+    """Bytes of the weights that one token reads: all but the rows of embeddings, packed ones as they are packed.
+
+    Of a mixture's experts a token reads those that it is sent to.
+    """
+    each = getattr(getattr(model, "config", None), "num_experts_per_tok", None)
+
+    def read(module: nn.Module, nbytes: int) -> float:
+        mixture = isinstance(module, PackedExperts) or hasattr(module, "gate_up_proj")
+        count = len(module) if isinstance(module, PackedExperts) else getattr(module, "num_experts", 0)
+        return nbytes * min(1.0, each / count) if mixture and each and count else nbytes
+
     session: Any = getattr(model, "opsmith", None)
     layers = session.report.quantized if session is not None else []
     packed = {layer.name: layer.nbytes for layer in layers if layer.status == "packed"}
-    own: dict[int, int] = {}
+    own: dict[int, float] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         # Tied to the output layer, it is counted there.
         if isinstance(module, nn.Embedding) or name.endswith(".table"):
             continue
         if isinstance(module, PackedLinear):
-            own[id(module)] = module.nbytes
+            own[id(module)] = read(module, module.nbytes)
         for key, weight in module.named_parameters(recurse=False):
-            if key != "weight" or name not in packed:
-                own[weight.data_ptr()] = weight.nbytes
-    return int(sum(own.values()) + sum(packed.values()))
+            if name not in packed or key.endswith("bias"):
+                own[weight.data_ptr()] = read(module, weight.nbytes)
+    return int(sum(own.values()) + sum(read(model.get_submodule(name), n) for name, n in packed.items()))
 
 
 def cache_bytes(config: Any, batch: int, tokens: int, element: int) -> int:

@@ -222,14 +222,11 @@ class Call:
         """True where the kernel, and `more` kernels, take these tensors, else the reason why not."""
         return dispatch.native(values[0], self.signature.name, *more)
 
-    def kernel(self, backend: str) -> Callable[..., Any]:
-        """The kernel, as it is called soonest."""
-        return direct.of(getattr(torch.ops.opsmith, self.signature.name).default)
-
-    def kernel_of_gradients(self, backend: str) -> Callable[..., Any]:
-        """The same of the backward."""
-        assert self.signature.gradient is not None
-        return direct.of(getattr(torch.ops.opsmith, self.signature.gradient.kernel).default)
+    def kernel(self, backend: str, backward: bool = False) -> Callable[..., Any]:
+        """The kernel, or that of the gradients, as it is called soonest."""
+        gradient = self.signature.gradient
+        name = gradient.kernel if backward and gradient else self.signature.name
+        return direct.of(getattr(torch.ops.opsmith, name).default)
 
     def gradients(
         self, backend: str, known: dict[str, Any], slopes: Sequence[torch.Tensor], wanted: set[str]
@@ -263,7 +260,7 @@ class Call:
                 value = known[source.of]
                 given.append(self.taken(p.of, value) if isinstance(value, torch.Tensor) else value)
         if wanted.intersection(found):
-            self.kernel_of_gradients(backend)(*given, **written)
+            self.kernel(backend, backward=True)(*given, **written)
         return found
 
     def made_gradient(self, name: str, like: torch.Tensor, known: dict[str, Any]) -> torch.Tensor:

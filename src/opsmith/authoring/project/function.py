@@ -165,11 +165,8 @@ class ProjectCall(Call):
                     return None
         return backend
 
-    def kernel(self, backend: str) -> Callable[..., Any]:
-        return self.kernels.op(backend)
-
-    def kernel_of_gradients(self, backend: str) -> Callable[..., Any]:
-        return self.kernels.op(backend, "backward")
+    def kernel(self, backend: str, backward: bool = False) -> Callable[..., Any]:
+        return self.kernels.op(backend, "backward" if backward else "forward")
 
     def result_dtypes(self, values: Sequence[Any]) -> Sequence[torch.dtype]:
         return self.dtypes(values[: self.read])[self.read :]

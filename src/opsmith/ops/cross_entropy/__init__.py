@@ -290,11 +290,10 @@ class _CrossEntropy(Loss):
     def supported(self, values: Sequence[Any], *more: str) -> Supports:
         return super().supported(values, "cross_entropy_part", *more)
 
-    def kernel(self, backend: Any) -> Callable[..., Any]:
-        return backend.forward if isinstance(backend, Ranks) else super().kernel(backend)
-
-    def kernel_of_gradients(self, backend: Any) -> Callable[..., Any]:
-        return backend.backward if isinstance(backend, Ranks) else super().kernel_of_gradients(backend)
+    def kernel(self, backend: Any, backward: bool = False) -> Callable[..., Any]:
+        if isinstance(backend, Ranks):
+            return backend.backward if backward else backend.forward
+        return super().kernel(backend, backward)
 
     def made_gradient(self, name: str, like: torch.Tensor, known: dict[str, Any]) -> torch.Tensor:
         if not (known["overwrite"] and like.is_contiguous()):

@@ -149,13 +149,10 @@ class _LinearCrossEntropy(Loss):
             return super().recorded(backend, values)
         return recorded(_Reduced, backend, *values)
 
-    def kernel(self, backend: Any) -> Callable[..., Any]:
-        ours = isinstance(backend, Ranks)
-        return partial(chunks.forward, ranks=backend) if ours else super().kernel(backend)
-
-    def kernel_of_gradients(self, backend: Any) -> Callable[..., Any]:
-        ours = isinstance(backend, Ranks)
-        return partial(chunks.backward, ranks=backend) if ours else super().kernel_of_gradients(backend)
+    def kernel(self, backend: Any, backward: bool = False) -> Callable[..., Any]:
+        if isinstance(backend, Ranks):
+            return partial(chunks.backward if backward else chunks.forward, ranks=backend)
+        return super().kernel(backend, backward)
 
     def taken(self, of: Any, t: torch.Tensor | None) -> torch.Tensor | None:
         return t if of.name in ("weight", "bias") else super().taken(of, t)

@@ -13,7 +13,7 @@ __attribute__((noinline)) void multiply(const Tile<Format>& t, Lanes lanes) {
 #pragma GCC unroll 8
   for (int r = 0; r < M; ++r) x[r] = t.x + r * t.x_stride;
   const auto* columns = t.columns;
-  const char* ahead = t.ahead;
+  const char* ahead = static_cast<const char*>(t.ahead);
   const float *scale = t.scale, *offset = t.offset, *x_sums = t.x_sums;
   bool first = t.first;
   for (int64_t k = 0; k < t.depth;) {

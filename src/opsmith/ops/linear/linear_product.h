@@ -86,25 +86,33 @@ template <class T>
 using FormatOf = std::conditional_t<std::is_same_v<T, float>, FloatFormat,
                                     std::conditional_t<std::is_same_v<T, float16>, HalfFormat, BFloatFormat>>;
 
+// A weight's block: `columns` by units of K. An accumulator sums `chain` units; `scale`, rows of as many columns, is what one sum
+// after the other is multiplied by, and `offset` what x's own sums [row][x_groups] are, if there are any. Beside its use `step`
+// bytes for kFetchStep units are asked for, `ahead` and as many `again` bytes before.
 template <class Format>
-struct Tile {
+struct Block {
+  const typename Format::Unit* columns;
+  int64_t chain = kSum;
+  const float *scale = nullptr, *offset = nullptr, *x_sums = nullptr;
+  int64_t x_groups = 0;
+  const void* ahead = nullptr;
+  int64_t again = 0, step = 0;
+};
+
+// What some rows of x make of a block.
+template <class Format>
+struct Tile : Block<Format> {
   const typename Format::X* x;
   int64_t x_stride;
-  const typename Format::Unit* columns;
   int64_t ldb;
   int64_t depth;  // in units
   float* sums;  // rows of kPanel
   bool first;  // else it is added to the sums
-  int64_t chain;  // units of K that one accumulator sums,
-  const float *scale, *offset, *x_sums;  // see Block
-  int64_t x_groups;
-  const char* ahead;  // what the cache will need next
-  int64_t again;  // bytes from there back to what is asked for besides
-  int64_t lines;  // of it, at each kFetchStep
+  int64_t lines;  // asked for at each kFetchStep
   int64_t unfetched;  // of those of a kFetchStep, by this tile and what follows it on the block
 
   void fetched() {
-    ahead += lines * kLine * (depth / kFetchStep);
+    this->ahead = static_cast<const char*>(this->ahead) + lines * kLine * (depth / kFetchStep);
     unfetched -= lines;
     lines = std::min(lines, unfetched);
   }
@@ -131,19 +139,6 @@ inline Split split_product(int64_t m, int64_t most_rows, int64_t groups, int64_t
   const int64_t cost = depth * group * kPanel * (ceil_div(m, blocks) + 4);
   return {blocks, groups, std::max<int64_t>(1, (int64_t{1} << 18) / std::max<int64_t>(1, cost))};
 }
-
-// A weight's block: `columns` by units of K. An accumulator sums `chain` units; `scale`, rows of as many columns, is what one sum
-// after the other is multiplied by, and `offset` what x's own sums [row][x_groups] are, if there are any. Beside its use `step`
-// bytes for kFetchStep units are asked for, `ahead` and as many `again` bytes before.
-template <class Format>
-struct Block {
-  const typename Format::Unit* columns;
-  int64_t chain = kSum;
-  const float *scale = nullptr, *offset = nullptr, *x_sums = nullptr;
-  int64_t x_groups = 0;
-  const void* ahead = nullptr;
-  int64_t again = 0, step = 0;
-};
 
 // A weight that was packed: a block of a panel is where it lies, and what follows it can be asked for ahead.
 template <class Format>
@@ -200,16 +195,13 @@ void product(const typename Format::X* x, int64_t x_stride, int64_t m, const Wei
         float* const panel_sums = sums + (column - first) / kPanel * panel_step;
         for (int64_t k = 0; k == 0 || k < depth; k += length) {
           const bool complete = k + length >= depth && column + kPanel >= last;
-          Tile<Format> t;
-          t.depth = std::min(length, depth - k);
-          const Block<Format> columns = weight.block(column, width, k, t.depth, sums + group * panel_step);
-          t.chain = columns.chain;
-          t.x_groups = columns.x_groups;
+          const int64_t units = std::min(length, depth - k);
+          const Block<Format> columns = weight.block(column, width, k, units, sums + group * panel_step);
+          Tile<Format> t{columns};
+          t.depth = units;
           t.ldb = width;
           t.x_stride = x_stride;
           t.first = k == 0;
-          t.ahead = static_cast<const char*>(columns.ahead);
-          t.again = columns.again;
           // All that the tiles on this block fetch.
           t.unfetched = alone ? 0 : ceil_div(columns.step, kLine);
           t.lines = ceil_div(t.unfetched, tiles * ceil_div(width, PANEL));
@@ -218,8 +210,6 @@ void product(const typename Format::X* x, int64_t x_stride, int64_t m, const Wei
             const int count = int((i + 1) * rows / tiles - r);
             t.x = x + (row + r) * x_stride + k * Format::steps;
             t.columns = columns.columns;
-            t.scale = columns.scale;
-            t.offset = columns.offset;
             t.x_sums = columns.x_sums + (row + r) * t.x_groups;
             t.sums = panel_sums + r * kPanel;
             if (complete) epilogue.expect(row + r, count, first, last - first);

@@ -12,13 +12,12 @@ import torch.nn.functional as F
 
 from opsmith.call.arguments import check_float, check_number
 from opsmith.call.dispatch import compiling, kernels, native, needs_grad
-from opsmith.call.fast import direct
 from opsmith.call.layouts import dense_rows, is_dense, nbytes
 from opsmith.call.run import Call
 from opsmith.call.signature import Input, Number, Output, Signature
 from opsmith.kernels import libraries, triton
 from opsmith.operator import Cost, Implementation, Kind, Make, Sample, Supports
-from opsmith.ops.linear import FEW_ROWS, check_weights, linear, pack_weight
+from opsmith.ops.linear import check_weights, linear, pack_weight
 from opsmith.ops.rope import SIGNATURE_QK, Rotation, definition_qk, rope_qk
 from opsmith.ops.rope.check import check_table, name_bad_position
 from opsmith.ops.rope.table import rope_table
@@ -38,7 +37,6 @@ SIGNATURE = Signature(
     beside=("heads", "kv_heads", "head_dim"),
 )
 _ROTATION = Rotation(SIGNATURE_QK, rope_qk, definition_qk, op="linear_rope")
-_ONE_ROW = direct.Ready(FEW_ROWS, most_rows=1)
 
 
 def linear_rope(
@@ -88,47 +86,8 @@ def linear_rope(
     Source: Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021.
     """
     dims = head_dim if rotary_dim is None else rotary_dim
-    rotation, sizes = (cos, sin, positions, dims, interleaved), (heads, kv_heads, head_dim)
-    if out is None and not compiling():
-        try:
-            usual = dims and heads > 0 < kv_heads and (positions is None or cos.dim() == 2)
-            if usual and not needs_grad(x, weight, bias, cos, sin):
-                made = _at_once(x, weight, bias, rotation, sizes)
-                if made is not None:
-                    return made
-        except (RuntimeError, IndexError, ValueError, TypeError, AttributeError):  # the checks say why
-            pass
-    return _CALL.traced(x, weight, bias, *rotation, *sizes, out)  # type: ignore[no-any-return]
-
-
-def _at_once(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    rotation: tuple[Any, ...],
-    sizes: tuple[int, int, int],
-) -> Triple | None:
-    """The kernels at once, for what they take as it is; they refuse what does not fit. None for other calls.
-
-    That is a packed weight, or one token, whose projection is laid out as it should be: rotated where it stands.
-    """
-    if weight.dim() == 3:
-        of_q, of_kv = _shapes(x, *sizes)
-        q, k, v = x.new_empty(of_q), x.new_empty(of_kv), x.new_empty(of_kv)
-        rows = x if x.dim() == 2 else x.view(-1, x.shape[-1])
-        return (q, k, v) if direct.new_linear_rope(rows, weight, bias, *rotation, q, k, v) else None
-    heads, kv_heads, head_dim = sizes
-    y = _ONE_ROW.call(x, weight, bias, None, 0)
-    if y is None or y.numel() != (heads + 2 * kv_heads) * head_dim:
-        return None
-    row = (head_dim,) if x.dim() == 2 else (1, head_dim)
-    lie = (y.numel(), *(head_dim for _ in row), 1)
-    shape = 1, kv_heads, *row
-    q = y.as_strided((1, heads, *row), lie)
-    k = y.as_strided(shape, lie, heads * head_dim)
-    v = y.as_strided(shape, lie, (heads + kv_heads) * head_dim)
-    direct.rope_qk(q, k, *rotation, False, yq=q, yk=k)
-    return q, k, v
+    rotation = (cos, sin, positions, dims, interleaved)
+    return _CALL.traced(x, weight, bias, *rotation, heads, kv_heads, head_dim, out)  # type: ignore[no-any-return]
 
 
 def definition(

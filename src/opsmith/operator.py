@@ -398,13 +398,11 @@ def register(card: Operator) -> Operator:
     for schema in card.schemas:
         name = _LIBRARY.define(schema)
         # The native operators only write into outputs they are given, so under fake tensors there is nothing to do.
-        torch.library.register_fake(f"opsmith::{name.split('::')[-1]}", _nothing, lib=_LIBRARY)
+        torch.library.register_fake(
+            f"opsmith::{name.split('::')[-1]}", lambda *args, **kwargs: None, lib=_LIBRARY
+        )
     _REGISTRY[card.name] = card
     return card
-
-
-def _nothing(*args: Any, **kwargs: Any) -> None:
-    return None
 
 
 def registry() -> dict[str, Operator]:

@@ -206,7 +206,8 @@ def _print(console: Console, result: Benchmark) -> None:
             if column in result.roof:
                 part = result.roof[column].get(name)
                 cells.append("" if part is None else f"{part:.0%}")
-        cells += [_speedup(result, decides, name, base) for base in result.baselines]
+        ratios = [result.ratio(decides, name, base) for base in result.baselines]
+        cells += ["" if ratio is None else speedup(ratio) for ratio in ratios]
         table.add_row(*cells, size_of(result.peak[name]))
     console.print(table)
     for note in (*result.notes, *result.faults):
@@ -246,8 +247,3 @@ def _summarize(console: Console, results: list[Benchmark]) -> None:
 
 def _table(title: str, *heads: str) -> Table:
     return Table(*heads, title=title, title_justify="left", box=None)
-
-
-def _speedup(result: Benchmark, column: str, name: str, base: str) -> str:
-    ratio = result.ratio(column, name, base)
-    return "" if ratio is None else speedup(ratio)

@@ -32,6 +32,7 @@ class Update:
         """The first column that the layer gives back, as the library's layers do."""
         return 0 if not self.step.past else self.layer.pages.oldest(self.step.past)
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def gathered(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of all columns that the new tokens may see."""
         if not self.step.past:
@@ -246,7 +247,7 @@ class PagedLayer(OnPages):
         """Hold new keys and values, and give back those of all columns that the new tokens may see."""
         update = self.write(key_states, value_states)
         if torch.compiler.is_compiling():
-            return _gathered(update)  # type: ignore[no-any-return]
+            return update.gathered()  # type: ignore[no-any-return]
         columns = update.step.columns - update.first
         return (
             PagedStates.of(key_states, columns, lambda: update.gathered()[0], update),
@@ -267,11 +268,6 @@ class PagedLayer(OnPages):
     def crop(self, tokens_to_remove: int) -> None:
         super().crop(tokens_to_remove)
         self.columns = max(0, self.columns + tokens_to_remove)
-
-
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def _gathered(update: Update) -> tuple[torch.Tensor, torch.Tensor]:
-    return update.gathered()
 
 
 class PagedCache(Cache):  # type: ignore[misc]  # transformers has no types

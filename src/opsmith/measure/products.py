@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -72,10 +71,6 @@ class Widened(TorchDispatchMode):
         kwargs = kwargs or {}
         if func not in _PRODUCTS or args[0].device.type != "cpu" or not lacks_unit(dtype := args[0].dtype):
             return func(*args, **kwargs)
-        widen = functools.partial(tree_map_only, torch.Tensor, _float32_of(dtype))
+        widen = functools.partial(tree_map_only, torch.Tensor, lambda t: t.float() if t.dtype == dtype else t)
         result = func(*widen(args), **widen(kwargs))
         return (result[0].to(dtype), *result[1:]) if isinstance(result, tuple) else result.to(dtype)
-
-
-def _float32_of(dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
-    return lambda t: t.float() if t.dtype == dtype else t

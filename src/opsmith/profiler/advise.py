@@ -55,7 +55,8 @@ def unfused_norm(profile: Profile, phase: Phase, roofs: Roofs) -> Iterator[Said]
             f"{_calls(rows):.0f} norms are written out as {len(first.pieces) or 'several'} PyTorch calls each",
             f"{_names(rows)}: {_ms(rows)}, where one pass over memory takes {_least(rows)}",
             _lost(rows),
-            f"opsmith.optimize(model, example_inputs), or call opsmith.ops.{_operator(first)} {_where(first)}",
+            f"opsmith.optimize(model, example_inputs), or call opsmith.ops.{first.operator.split()[0]} "
+            f"{_where(first)}",
             _again(phase, "the norm's row says fused, and loses less"),
         )
 
@@ -200,10 +201,6 @@ def _sizes(row: Row) -> list[tuple[int, ...]]:
 
 def _copies(row: Row) -> bool:
     return bool({bare(p) for p in row.pieces} & {"clone", "contiguous", "copy", "_to_copy"})
-
-
-def _operator(row: Row) -> str:
-    return row.operator.split()[0]
 
 
 def _where(row: Row) -> str:

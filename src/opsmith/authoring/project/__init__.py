@@ -91,7 +91,7 @@ class Kernels:
             defined = self._library.define(schema)
             # They only write into outputs they are given, so under fake tensors there is nothing to do.
             torch.library.register_fake(
-                f"{self.name}::{defined.split('::')[-1]}", _nothing, lib=self._library
+                f"{self.name}::{defined.split('::')[-1]}", lambda *args, **kwargs: None, lib=self._library
             )
         self._answers: dict[str, bool | str] = {}
         self.stand_ins: dict[str, Callable[..., Any]] = {}  # what answers for a back end: an emulation
@@ -204,10 +204,6 @@ class Kernels:
             if tier is None:
                 return build.build_best([library], watch=watch)[0][0]
             return build.build_libraries([library], watch=watch)[0]
-
-
-def _nothing(*args: Any, **kwargs: Any) -> None:
-    return None
 
 
 def load(folder: str | Path) -> ModuleType:

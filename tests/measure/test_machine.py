@@ -35,14 +35,14 @@ def test_the_fingerprint_follows_what_tuning_depends_on_and_nothing_else() -> No
 
 
 def test_caches_are_read_without_those_for_instructions(tmp_path: Path) -> None:
-    for index, (level, kind, size, shared) in enumerate(
-        [("1", "Data", "48K", "0,4"), ("1", "Instruction", "32K", "0"), ("3", "Unified", "32M", "0-7,16-23")]
+    for index, (level, kind, size) in enumerate(
+        [("1", "Data", "48K"), ("1", "Instruction", "32K"), ("3", "Unified", "32M")]
     ):
         folder = tmp_path / f"index{index}"
         folder.mkdir()
-        for name, text in {"level": level, "type": kind, "size": size, "shared_cpu_list": shared}.items():
+        for name, text in {"level": level, "type": kind, "size": size}.items():
             (folder / name).write_text(text + "\n")
-    assert _caches(tmp_path) == (Cache(1, 48 << 10, 2), Cache(3, 32 << 20, 16))
+    assert _caches(tmp_path) == (Cache(1, 48 << 10), Cache(3, 32 << 20))
 
 
 def test_a_system_that_hides_its_caches_has_a_large_one(tmp_path: Path) -> None:

@@ -22,11 +22,10 @@ _FALLBACK_LAST_LEVEL = 64 << 20
 
 @dataclass(frozen=True)
 class Cache:
-    """One level of the data caches: its size, and how many logical CPUs share one of them."""
+    """One level of the data caches, and its size."""
 
     level: int
     bytes: int
-    shared_by: int
 
 
 @dataclass(frozen=True)
@@ -134,18 +133,8 @@ def _caches(cpu: Path = Path("/sys/devices/system/cpu/cpu0/cache")) -> tuple[Cac
         size = re.fullmatch(r"(\d+)([KMG]?)", _read(index / "size"))
         level = _read(index / "level")
         if size and level.isdigit() and _read(index / "type") != "Instruction":
-            shared = _count(_read(index / "shared_cpu_list"))
-            found.append(Cache(int(level), int(size[1]) * _UNITS[size[2]], shared))
+            found.append(Cache(int(level), int(size[1]) * _UNITS[size[2]]))
     return tuple(sorted(found, key=lambda cache: cache.level))
-
-
-def _count(cpus: str) -> int:
-    """How many CPUs a list such as ``0-3,8`` names."""
-    total = 0
-    for part in filter(None, cpus.split(",")):
-        first, _, last = part.partition("-")
-        total += int(last or first) - int(first) + 1
-    return max(total, 1)
 
 
 def _memory() -> int:

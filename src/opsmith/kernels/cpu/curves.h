@@ -69,7 +69,7 @@ template <class T>
 struct Gelu {
   static Vec value(Vec x) {
 #if defined(OPSMITH_AVX512)
-    return times_phi(by_quarters<exactly::phi>, x);
+    return times_phi(by_quarters<T, exactly::phi>, x);
 #else
     const Halves h(x);
     return h.ramp - h.a * tail(h.reach, gauss(h.reach));
@@ -78,7 +78,7 @@ struct Gelu {
   static ValueAndSlope both(Vec x) {
 #if defined(OPSMITH_AVX512)
     if (!exact || !any(x < tail_begins))
-      return both_by_tables(by_quarters<exactly::phi>, by_quarters<exactly::phi_slope>, x);
+      return both_by_tables(by_quarters<T, exactly::phi>, by_quarters<T, exactly::phi_slope>, x);
 #endif
     constexpr float root_half_over_pi = 0.39894228040143268f;
     const Halves h(x);
@@ -138,59 +138,20 @@ struct Gelu {
   }
 };
 
-// For bfloat16, with less arithmetic: Phi(-a) = 2^S(a), S a square in a and a line in t = 1 / (a + k), to 9e-4 of Phi
-// (bfloat16's half unit is 2e-3 or more); where the slope is wanted, a square in t too, to 2e-4. The slope is 2^S U below 0
-// and 1 - 2^S U above, U = 1 - a phi(a) / Phi(-a).
-template <>
-struct Gelu<bfloat16> {
-  static Vec value(Vec x) {
-#if defined(OPSMITH_AVX512)
-    return times_phi(by_coarse_quarters<exactly::phi>, x);
-#else
-    const Halves h(x);
-    const Vec a = h.a, t = reciprocal_coarse(a + 3.7773f);  // S(infinity) is -infinity: `reach` is not needed
-    const Vec square = fma(fma(a, -0.720486409f, -0.0765639664f), a, -5.10909211f);
-    return h.ramp - a * exp2_for<bfloat16>(fma(t, 15.5258296f, square));
-#endif
-  }
-  static ValueAndSlope both(Vec x) {
-#if defined(OPSMITH_AVX512)
-    return both_by_tables(by_coarse_quarters<exactly::phi>, by_coarse_quarters<exactly::phi_slope>, x);
-#else
-    const Halves h(x);
-    const Vec a = h.reach, t = reciprocal_coarse(a + 2.6875f);
-    const Vec square = fma(fma(a, -0.719991986f, -0.0958071185f), a, -4.80949518f);
-    const Vec e = exp2_for<bfloat16>(fma(fma(t, -7.06337391f, 12.8655612f), t, square));
-    const Vec rest = fma(fma(fma(t, -26.5837127f, 34.1891168f), t, -9.15223473f), t, 1.04143901f);
-    const Vec slope = e * fma(fma(a, -0.997952534f, -0.0707924152f), a, rest);
-    return {h.ramp - h.a * e, select(x < 0.0f, slope, 1.0f - slope)};
-#endif
-  }
-};
-
 // The tanh form of Phi is 1 / (1 + e), e = exp(-2 sqrt(2 / pi) (x + 0.044715 x^3)).
 template <class T>
 struct GeluTanh {
   static Vec value(Vec x) {
 #if defined(OPSMITH_AVX512)
-    if constexpr (std::is_same_v<T, bfloat16>) {
-      return times_phi(by_coarse_quarters<exactly::phi_tanh>, x);
-    } else {
-      return times_phi(by_quarters<exactly::phi_tanh>, x);
-    }
+    return times_phi(by_quarters<T, exactly::phi_tanh>, x);
 #else
     return x * reciprocal_for<T>(1.0f + odds(x));
 #endif
   }
   static ValueAndSlope both(Vec x) {
 #if defined(OPSMITH_AVX512)
-    if constexpr (std::is_same_v<T, bfloat16>) {
-      return both_by_tables(by_coarse_quarters<exactly::phi_tanh>,
-                            by_coarse_quarters<exactly::phi_tanh_slope>, x);
-    } else {
-      if (!std::is_same_v<T, float> || !any(x < tail_begins))
-        return both_by_tables(by_quarters<exactly::phi_tanh>, by_quarters<exactly::phi_tanh_slope>, x);
-    }
+    if (!std::is_same_v<T, float> || !any(x < tail_begins))
+      return both_by_tables(by_quarters<T, exactly::phi_tanh>, by_quarters<T, exactly::phi_tanh_slope>, x);
 #endif
     const Vec c = max(-16.0f, min(16.0f, x));  // the ends are reached: there e is 0, or infinite and s 0
     const Vec e = odds(c), s = reciprocal_for<T>(1.0f + e);

@@ -96,10 +96,9 @@ struct alignas(64) Quarters {
   }
 };
 
-template <double (*f)(double)>
-constexpr Quarters<6> by_quarters{f};
-template <double (*f)(double)>
-constexpr Quarters<4> by_coarse_quarters{f};
+// As precise as T can show.
+template <class T, double (*f)(double)>
+constexpr Quarters<std::is_same_v<T, bfloat16> ? 4 : 6> by_quarters{f};
 
 constexpr float nothing_left = 7.75f;  // in the last entry
 

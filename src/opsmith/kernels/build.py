@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from opsmith.kernels import cache, compiler, isa, nvcc
-from opsmith.kernels.compiler import BuildError, Compiler, Link, Unit, Watch
+from opsmith.kernels.compiler import BuildError, Compiler, Unit, Watch
 
 __all__ = ["BuildError", "Library", "build_best", "build_libraries", "find"]
 
@@ -251,7 +251,7 @@ def _run(
             todo[objects[unit]] = unit
     finals = [job.library(store, built_by) for job in jobs]
     links = {
-        final.name: Link([objects[unit] for unit in job.units], job.link_flags)
+        final.name: ([objects[unit] for unit in job.units], job.link_flags)
         for job, final in zip(jobs, finals, strict=True)
     }
     what = f"{jobs[0].name} kernels" if len(jobs) == 1 else f"{len(jobs)} libraries of kernels"

@@ -20,7 +20,6 @@ from typing import Any
 __all__ = [
     "BuildError",
     "Compiler",
-    "Link",
     "Unit",
     "Watch",
     "accepts",
@@ -105,14 +104,6 @@ class Unit:
         return digest.hexdigest()
 
 
-@dataclass(frozen=True)
-class Link:
-    """What a library is linked of: names of objects, and flags."""
-
-    objects: Sequence[str]
-    flags: Sequence[str]
-
-
 def find_compiler() -> Compiler | None:
     """``$CXX`` if it is set, else the first of g++, c++ and clang++ on PATH; None if there is none."""
     chosen = os.environ.get("CXX", "").strip()
@@ -195,9 +186,13 @@ def headers(source: Path, include_dirs: Sequence[Path]) -> set[Path]:
 
 
 def compile_and_link(
-    compiler: Compiler, folder: Path, units: dict[str, Unit], links: dict[str, Link], watch: Watch
+    compiler: Compiler,
+    folder: Path,
+    units: dict[str, Unit],
+    links: dict[str, tuple[list[str], list[str]]],
+    watch: Watch,
 ) -> None:
-    """Compile ``units`` (object name to unit) inside ``folder``, and link libraries of these and other objects there.
+    """Compile ``units`` (object name to unit) inside ``folder``, and link libraries of objects by name, with flags.
 
     Raises:
         BuildError: with the first error, its file and its line.
@@ -216,9 +211,9 @@ def compile_and_link(
         include, needs = (["-include", ready], f" | {ready}.gch") if ready else ([], "")
         run = [*_command(compiler, unit), *include, "-c", str(unit.source), "-o", name]
         lines += [f"build {_ninja_path(name)}: compile {_ninja_path(unit.source)}{needs}", _ninja_run(run)]
-    for library, link in links.items():
-        run = [*compiler.command, *link.objects, *LINK_FLAGS, *link.flags, "-o", library]
-        inputs = " ".join(map(_ninja_path, link.objects))
+    for library, (objects, flags) in links.items():
+        run = [*compiler.command, *objects, *LINK_FLAGS, *flags, "-o", library]
+        inputs = " ".join(map(_ninja_path, objects))
         lines += [f"build {_ninja_path(library)}: link {inputs}", _ninja_run(run)]
     (folder / "build.ninja").write_bytes(os.fsencode("\n".join([*lines, ""])))
     code, output = _run_ninja(folder, watch)

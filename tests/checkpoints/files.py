@@ -11,7 +11,7 @@ import torch
 
 EXPERTS, EACH = 4, 256  # of a mixture, and how wide they are
 HIDDEN, HEADS, KV_HEADS, INNER, TOKENS, LAYERS = 256, 4, 2, 512, 320, 2
-FORMATS = ("q4_k", "q6_k", "q8_0", "q5_0", "q5_k", "q4_0")
+FORMATS = ("q4_k", "q6_k", "q8_0", "q5_0", "q5_k", "q4_0", "mxfp4", "q3_k", "iq4_xs", "iq4_nl")
 
 
 def depth(architecture: str) -> int:
@@ -35,8 +35,10 @@ def values(architecture: str) -> dict[str, Any]:
         "rope.dimension_count": depth(architecture),
         "vocab_size": TOKENS,
     }
-    if architecture.startswith("gemma"):
+    if architecture.startswith(("gemma", "gpt")):
         sizes["attention.sliding_window"] = 16
+    if architecture == "gpt-oss":
+        sizes |= {"expert_count": EXPERTS, "expert_used_count": 2, "feed_forward_length": EACH}
     if architecture.endswith("moe"):
         sizes |= {"expert_count": EXPERTS, "expert_used_count": 2, "expert_feed_forward_length": EACH}
         sizes["expert_shared_feed_forward_length"] = INNER
@@ -60,7 +62,7 @@ def tensors(architecture: str) -> dict[str, tuple[int, ...]]:
             layer |= {"attn_q": (q, HIDDEN), "attn_k": (kv, HIDDEN), "attn_v": (kv, HIDDEN)}
             layer |= {"ffn_gate": (INNER, HIDDEN), "ffn_up": (INNER, HIDDEN)}
         layer |= {"attn_output": (HIDDEN, q), "ffn_down": (HIDDEN, INNER)}
-        if architecture.endswith("moe"):
+        if architecture.endswith(("moe", "oss")):
             del layer["ffn_gate"], layer["ffn_up"], layer["ffn_down"]
             layer |= dict.fromkeys(("ffn_gate_exps", "ffn_up_exps"), (EXPERTS, EACH, HIDDEN))
             layer |= {"ffn_gate_inp": (EXPERTS, HIDDEN), "ffn_down_exps": (EXPERTS, HIDDEN, EACH)}
@@ -71,6 +73,15 @@ def tensors(architecture: str) -> dict[str, tuple[int, ...]]:
             layer |= dict.fromkeys(("attn_q_norm", "attn_k_norm"), (depth(architecture),))
         if architecture in ("gemma2", "gemma3"):
             layer |= {"post_attention_norm": (HIDDEN,), "post_ffw_norm": (HIDDEN,)}
+        if architecture == "gpt-oss":
+            del layer["ffn_norm"]
+            biases = {
+                f"attn_{name}": (n,) for name, n in (("q", q), ("k", kv), ("v", kv), ("output", HIDDEN))
+            }
+            biases |= {f"ffn_{name}_exps": (EXPERTS, EACH) for name in ("gate", "up")}
+            biases |= {"ffn_down_exps": (EXPERTS, HIDDEN), "ffn_gate_inp": (EXPERTS,)}
+            found |= {f"blk.{i}.{name}.bias": shape for name, shape in biases.items()}
+            layer |= {"post_attention_norm": (HIDDEN,), "attn_sinks": (HEADS,)}
         found |= {f"blk.{i}.{name}.weight": shape for name, shape in layer.items()}
         if architecture in ("qwen2", "qwen2moe"):
             found |= {f"blk.{i}.attn_{name}.bias": (n,) for name, n in (("q", q), ("k", kv), ("v", kv))}
@@ -83,8 +94,21 @@ def blocks(format: str, n: int, k: int) -> torch.Tensor:
 
     numbers, size = BLOCKS[format]
     made = torch.randint(0, 256, (n, k // numbers, size), dtype=torch.uint8)
-    steps = {"q8_0": 64, "q5_0": 8, "q4_0": 4, "q6_k": 1200, "q5_k": 500, "q4_k": 250}[format]
-    for at in {"q6_k": (208,), "q5_k": (0, 2), "q4_k": (0, 2)}.get(format, (0,)):
+    if format == "mxfp4":
+        made[..., 0] = torch.randint(120, 124, made.shape[:-1])
+        return made.flatten(1)
+    steps = {
+        "q8_0": 64,
+        "q5_0": 8,
+        "q4_0": 4,
+        "q6_k": 1200,
+        "q5_k": 500,
+        "q4_k": 250,
+        "q3_k": 40,
+        "iq4_xs": 1200,
+        "iq4_nl": 64,
+    }[format]
+    for at in {"q6_k": (208,), "q3_k": (108,), "q5_k": (0, 2), "q4_k": (0, 2)}.get(format, (0,)):
         made[..., at : at + 2] = (torch.randn(n, k // numbers, 1) / (10 * steps)).half().view(torch.uint8)
     return made.flatten(1)
 
@@ -96,7 +120,7 @@ def write(file: Path, architecture: str, formats: tuple[str, ...] = FORMATS) -> 
     torch.manual_seed(0)
     writer = gguf.GGUFWriter(file, architecture)
     for key, value in values(architecture).items():
-        add = writer.add_float32 if isinstance(value, float) else writer.add_uint32
+        add = {float: writer.add_float32, str: writer.add_string}.get(type(value), writer.add_uint32)
         add(key, value)
     # What tokenizers leave, which a model needs nothing of but these two numbers.
     writer.add_tokenizer_model("gpt2")
@@ -111,7 +135,7 @@ def write(file: Path, architecture: str, formats: tuple[str, ...] = FORMATS) -> 
             writer.add_tensor(name, numbers.numpy())
             continue
         format = formats[turn % len(formats)]
-        if "gate_inp" in name:  # a router, which nobody rounds
+        if "gate_inp" in name or name.endswith("bias"):  # of a router, which nobody rounds
             format = "f32"
         elif not name.endswith("ffn_gate_exps.weight"):  # gate and up of experts are of one format
             turn += 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import struct
 import sys
 from pathlib import Path
@@ -43,7 +44,7 @@ def test_a_model_is_the_one_that_transformers_unpacks(architecture: str, tmp_pat
     file = files.write(tmp_path / "model.gguf", architecture)
     right, model = theirs(file), gguf.load(file, torch.float32)
     packed = [m for m in model.modules() if isinstance(m, PackedLinear)]
-    assert len({m.format for m in packed}) == 6
+    assert len({m.format for m in packed}) == 7
     assert type(model) is type(right)
     for path, module in model.named_modules():
         if isinstance(module, PackedExperts):
@@ -62,6 +63,79 @@ def test_a_model_is_the_one_that_transformers_unpacks(architecture: str, tmp_pat
         got = model(ids).logits
     scale = wide.abs().max()
     assert float((got - wide).abs().max() / scale) <= 2 * float((eager - wide).abs().max() / scale) + 1e-6
+
+
+def test_gpt_oss_has_the_files_numbers(tmp_path: Path) -> None:
+    """transformers leaves its experts and sinks out: the names are written here a second time."""
+    import gguf as reader
+
+    file = files.write(tmp_path / "model.gguf", "gpt-oss", ("mxfp4",))
+    model = gguf.load(file, torch.float32)
+    right = type(model)._from_config(copy.deepcopy(model.config), experts_implementation="eager").eval()
+    held = {}
+    for t in reader.GGUFReader(file).tensors:
+        numbers = torch.tensor(reader.quants.dequantize(t.data, t.tensor_type))
+        held[t.name] = numbers.view(*reversed(t.shape.tolist()))
+    names = {"attn_norm": "input_layernorm", "post_attention_norm": "post_attention_layernorm"}
+    names |= {"ffn_gate_inp": "mlp.router", "attn_output": "self_attn.o_proj"}
+    names |= {f"attn_{n}": f"self_attn.{n}_proj" for n in "qkv"}
+    state = {"lm_head.weight": held["output.weight"], "model.norm.weight": held["output_norm.weight"]}
+    state["model.embed_tokens.weight"] = held["token_embd.weight"]
+    for i in range(files.LAYERS):
+        at, to = f"blk.{i}.", f"model.layers.{i}."
+        both = [f"{at}{name}.{end}" for name in names for end in ("weight", "bias")]
+        state |= {name.replace(at, to): held[name] for name in both if name in held}
+        for name, its in names.items():
+            state = {key.replace(f"{to}{name}.", f"{to}{its}."): t for key, t in state.items()}
+        state[f"{to}self_attn.sinks"] = held[f"{at}attn_sinks.weight"]
+        for end, tail in (("weight", ""), ("bias", "_bias")):
+            gate, up, down = (held[f"{at}ffn_{name}_exps.{end}"] for name in ("gate", "up", "down"))
+            rows = torch.stack((gate, up), 2).flatten(1, 2)
+            state[f"{to}mlp.experts.gate_up_proj{tail}"] = rows.mT if end == "weight" else rows
+            state[f"{to}mlp.experts.down_proj{tail}"] = down.mT if end == "weight" else down
+    right.load_state_dict(state)
+    packed = [m for m in model.modules() if isinstance(m, PackedExperts)]
+    assert [m.format for m in packed] == ["mxfp4"] * 2 * files.LAYERS
+    assert model.config.sliding_window == 16
+    ids = torch.randint(0, files.TOKENS, (2, 40))
+    with torch.no_grad():
+        eager, wide = right(ids).logits, nn.Module.double(right)(ids).logits
+        got = model(ids).logits
+    assert float((got - wide).abs().max()) <= 2 * float((eager - wide).abs().max()) + 1e-6
+    # Of experts in floats nothing is packed.
+    other = gguf.load(files.write(tmp_path / "other.gguf", "gpt-oss", ("f32",)), torch.float32)
+    assert other.get_parameter("model.layers.0.mlp.experts.down_proj").shape == (
+        files.EXPERTS,
+        files.EACH,
+        files.HIDDEN,
+    )
+    assert other(ids).logits.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("architecture", "kind"),
+    [("gpt-oss", "yarn"), ("gemma3", "linear"), ("qwen2", "yarn"), ("llama", "none")],
+)
+def test_rotations_are_scaled_as_the_file_says(
+    architecture: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = {"type": kind, "factor": 4.0, "original_context_length": 32}
+    values = files.values(architecture) | {
+        f"{architecture}.rope.scaling.{name}": v for name, v in said.items()
+    }
+    monkeypatch.setattr(files, "values", lambda _: values)
+    model = gguf.load(files.write(tmp_path / "model.gguf", architecture), torch.float32)
+    own = model.config.rope_parameters
+    own = own.get("full_attention", own)
+    if kind == "none":
+        assert own["rope_type"] == "default"
+        return
+    assert (own["rope_type"], own["factor"], own["original_max_position_embeddings"]) == (kind, 4, 32)
+    values[f"{architecture}.rope.scaling.type"] = "dynamic"
+    with pytest.raises(
+        CheckpointError, match="rotations scaled by 'dynamic', where linear and yarn are known"
+    ):
+        gguf.load(files.write(tmp_path / "model.gguf", architecture), torch.float32)
 
 
 def test_load_optimizes_and_generates_what_the_unpacked_model_does(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +21,7 @@ from opsmith.ops import PackedExperts, PackedLinear
 
 pytest.importorskip("accelerate")
 transformers = pytest.importorskip("transformers")
+from transformers.integrations.mxfp4 import FP4_VALUES, convert_moe_packed_tensors  # noqa: E402
 
 Tensors = dict[str, torch.Tensor]
 GROUP = 32
@@ -96,6 +98,14 @@ def floats_of_compressed(n: int, k: int) -> tuple[Tensors, torch.Tensor]:
     return {"weight": numbers, "weight_scale": scale}, numbers.float() * scale
 
 
+def pairs_of_compressed(n: int, k: int) -> tuple[Tensors, torch.Tensor]:
+    bytes_, scale = torch.randint(0, 256, (n, k // 2)).byte(), torch.randint(118, 123, (n, k // 32)).byte()
+    values = torch.tensor([*FP4_VALUES])[torch.stack((bytes_ & 15, bytes_ >> 4), 2).flatten(1).int()]
+    return {"weight_packed": bytes_, "weight_scale": scale}, values * (
+        2.0 ** (scale.float() - 127)
+    ).repeat_interleave(32, 1)
+
+
 def compressed(bits: int, inputs: Any = None, group: int = GROUP) -> dict[str, Any]:
     weights = {"num_bits": bits, "group_size": group}
     groups = {"group_0": {"weights": weights, "input_activations": inputs, "targets": ["Linear"]}}
@@ -117,6 +127,7 @@ KINDS: dict[str, Kind] = {
     "eight bits": (bytes_of_compressed, compressed(8), "int8"),
     "eight bits twice": (bytes_of_compressed, compressed(8, {"dynamic": True}), "int8_dynamic"),
     "floats": (floats_of_compressed, compressed(8), "fp8"),
+    "floats of four bits": (pairs_of_compressed, compressed(4, group=32), "mxfp4"),
 }
 
 
@@ -256,6 +267,65 @@ def test_a_mixture_is_loaded_and_generates(kind: str, name: str, tmp_path: Path)
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match=rf"{others}: it has no '{says}'"):
         loaded(tmp_path)
+
+
+def oss(place: Path) -> Any:
+    """A folder as GPT-OSS was published, and the model with the numbers that transformers reads in it."""
+    torch.manual_seed(0)
+    own = {"num_hidden_layers": 2, "num_local_experts": 6, "intermediate_size": 96, "head_dim": 16}
+    own["num_key_value_heads"] = 2
+    model = transformers.GptOssForCausalLM._from_config(
+        transformers.GptOssConfig(**SIZES | own, sliding_window=16), experts_implementation="eager"
+    ).eval()
+    tensors: Tensors = {}
+    for name, t in model.named_parameters():
+        nn.init.normal_(t, std=0.1)
+        if not name.endswith(("gate_up_proj", "down_proj")):
+            tensors[name] = t.detach()
+            continue
+        e, k, n = t.shape
+        tensors[f"{name}_blocks"] = blocks = torch.randint(0, 256, (e, n, k // 32, 16)).byte()
+        tensors[f"{name}_scales"] = scales = torch.randint(118, 123, (e, n, k // 32)).byte()
+        t.data = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+    place.mkdir(exist_ok=True)
+    save_file(tensors, place / "model.safetensors")
+    how = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
+    data = model.config.to_dict() | {"quantization_config": how, "architectures": [type(model).__name__]}
+    (place / "config.json").write_text(json.dumps(data | {"dtype": "float32"}))
+    return model
+
+
+def test_gpt_oss_is_loaded_as_it_was_published(tmp_path: Path) -> None:
+    right, ids = oss(tmp_path), torch.randint(0, 96, (2, 40))
+    model = opsmith.load(tmp_path, config=Config(tune=False))
+    experts = {path: m for path, m in model.named_modules() if isinstance(m, PackedExperts)}
+    assert len(experts) == 4
+    for path, module in experts.items():
+        assert module.format == "mxfp4"
+        assert module.dequantize().mT.equal(right.get_parameter(path)), path
+    with torch.no_grad():
+        eager, wide = right(ids).logits, copy.deepcopy(right).double()(ids).logits
+        error = [(logits - wide).abs().max() for logits in (model(ids).logits, eager)]
+    assert error[0] <= 2 * error[1] + 1e-6
+    how = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    assert model.generate(ids[:1], **how).equal(right.generate(ids[:1], **how))
+    assert "expert weights of mxfp4" in str(model.opsmith.report)
+    with pytest.raises(ValueError, match=r"save: model.layers.0.mlp.experts is a GptOssExperts, which"):
+        model.save_pretrained(tmp_path / "again")
+    path = "model.layers.1.mlp.experts.down_proj"
+    for change, message in (
+        (lambda t: t.pop(f"{path}_scales"), "it has no 'scales'"),
+        (lambda t: t[f"{path}_scales"].fill_(255), "every scale must be finite, got 255"),
+        (lambda t: t.update({f"{path}_blocks": t[f"{path}_blocks"][:5]}), "where there are 6 experts"),
+        (lambda t: t.update({f"{path}_blocks": t[f"{path}_blocks"][:, 1:]}), "scale must be uint8"),
+    ):
+        tensors = load_file(tmp_path / "model.safetensors")
+        change(tensors)
+        (tmp_path / "other").mkdir(exist_ok=True)
+        save_file({n: t.contiguous() for n, t in tensors.items()}, tmp_path / "other/model.safetensors")
+        (tmp_path / "other/config.json").write_text((tmp_path / "config.json").read_text())
+        with pytest.raises(CheckpointError, match=message):
+            loaded(tmp_path / "other")
 
 
 def test_experts_in_the_order_of_activations_are_refused(tmp_path: Path) -> None:

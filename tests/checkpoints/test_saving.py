@@ -85,6 +85,7 @@ FORMS: list[tuple[dict[str, Any], str]] = [  # how a layer is packed, and the fo
     ({"format": "q8_0"}, "q8_0"),
     ({"format": "q5_0"}, "q8_0"),
     ({"format": "q4_0"}, "int4"),
+    ({"format": "mxfp4"}, "mxfp4"),
 ]
 
 
@@ -99,7 +100,14 @@ def test_a_layer_comes_back(how: dict[str, Any], format: str, n: int, k: int) ->
     assert (again.format, again.symmetric) == (format, layer.symmetric)
     assert again.dequantize().equal(layer.dequantize())
     if how["format"] not in ("int8_dynamic", "fp8"):  # whose weight is as large as its numbers
-        assert parts["weight_packed"].shape == (n, -(-k * layer.bits // 32))
+        size = 1 if format == "mxfp4" else 4  # of what they lie in
+        assert parts["weight_packed"].shape == (n, -(-k * layer.bits // 8 // size))
+
+
+def test_floats_of_four_bits_are_written_in_whole_groups() -> None:
+    layer = PackedLinear.from_linear(nn.Linear(50, 48), format="mxfp4")
+    with pytest.raises(ValueError, match="rows of 50 numbers, where mxfp4 has whole groups of 32"):
+        compressed.write(layer)
 
 
 @pytest.mark.parametrize("tied", [False, True])

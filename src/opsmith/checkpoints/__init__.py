@@ -27,9 +27,10 @@ def load(
     """Load a Hugging Face model from a folder or a GGUF file, optimized; weights of few bits stay as the file has them.
 
     A GGUF file's blocks are packed as they are: a layer's values are the file's to the last bit, and no copy of the
-    model in floats is made. Layers of Q8_0, Q6_K, Q5_0, Q5_K, Q4_0 and Q4_K keep their bits; what has others, and norms
-    and biases, is in `dtype`. So are the layers of folders that GPTQ, AWQ, compressed-tensors or DeepSeek's fp8
-    quantized. Nothing is downloaded, no code of the folder or file runs, nothing is unpickled.
+    model in floats is made. Layers of Q8_0, Q6_K, Q5_0, Q5_K, Q4_0, Q4_K and MXFP4 keep their bits, those of Q3_K,
+    IQ4_XS and IQ4_NL their values; what has others, and norms and biases, is in `dtype`. The same holds of folders that
+    GPTQ, AWQ, compressed-tensors, DeepSeek's fp8 or GPT-OSS's mxfp4 quantized. Nothing is downloaded, no code of the
+    folder or file runs, nothing is unpickled.
 
     >>> model = opsmith.load("gemma-3-270m-q4_k_m.gguf")
     >>> model.generate(ids, max_new_tokens=32)

@@ -1,7 +1,8 @@
 """Packed layers as compressed-tensors lays them into a folder: how one is written there, and read.
 
 Four and eight bits lie in words where a layer's inputs stay as they are, int8 by rows where they are rounded too, and
-floats of 8 bits as they are. Formats of GGUF files that have one float16 for each group are such words as well.
+floats of 8 bits as they are, of 4 bits in pairs. Formats of GGUF files that have one float16 for each group are such
+words as well.
 
 Source: https://github.com/vllm-project/compressed-tensors.
 """
@@ -77,6 +78,17 @@ def write(layer: PackedLinear, rows: slice = slice(None)) -> tuple[Scheme | None
         weights |= {"type": "float"}
         parts = {"weight": q.contiguous().view(torch.float8_e4m3fn), "weight_scale": scale}
         return _scheme("float-quantized", weights), parts
+    if format == "mxfp4":
+        if k % layer.group_size:
+            raise ValueError(
+                f"it has rows of {k} numbers, where mxfp4 has whole groups of {layer.group_size}"
+            )
+        weights |= {"num_bits": 4, "type": "float", "strategy": "group", "group_size": layer.group_size}
+        weights["scale_dtype"] = "torch.uint8"
+        return _scheme("mxfp4-pack-quantized", weights), {
+            "weight_packed": to_words(q, 4).view(torch.uint8),
+            "weight_scale": scale,
+        }
     if format == "int8_dynamic":
         inputs = weights | {"strategy": "token", "dynamic": True}
         parts = {"weight": (q ^ 128).view(torch.int8), "weight_scale": scale}
@@ -123,6 +135,8 @@ def read(parts: Parts, scheme: Scheme) -> PackedLinear:
     scale = parts["weight_scale"]
     if inputs is not None and not inputs.get("dynamic"):
         raise ValueError("its inputs are rounded by scales of the checkpoint, where dynamic ones are known")
+    if scale.dtype == torch.uint8:
+        return PackedLinear.from_float4(parts["weight_packed"], scale)
     if "weight_packed" not in parts:
         if parts["weight"].dtype == torch.float8_e4m3fn:
             return PackedLinear.from_float8(parts["weight"], scale.float())

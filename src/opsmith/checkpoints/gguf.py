@@ -6,7 +6,7 @@ transformers names the model and its sizes, the gguf package the tensors; opsmit
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,9 +27,11 @@ from opsmith.ops.packed_linear.module import PackedEmbedding
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _SIZES = {  # of a configuration, that not every architecture's is passed on
     "head_dim": "attention.key_length",
+    "sliding_window": "attention.sliding_window",
     "moe_intermediate_size": "expert_feed_forward_length",
     "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
 }
+_SCALED = {"factor": "factor", "original_max_position_embeddings": "original_context_length"}
 _FREQUENCIES = "rope_freqs.weight"  # what the frequencies of a Llama 3.1 or later are divided by
 
 
@@ -53,7 +55,7 @@ _ROWS: dict[str, Callable[[Any, str, torch.Tensor], torch.Tensor]] = {
     "llama": _pairs_apart,
     **dict.fromkeys(("gemma2", "gemma3", "nemotron"), _less_one),
     **dict.fromkeys(
-        ("qwen2", "qwen3", "qwen2moe", "qwen3moe", "phi3", "starcoder2", "stablelm"),
+        ("qwen2", "qwen3", "qwen2moe", "qwen3moe", "phi3", "starcoder2", "stablelm", "gpt-oss"),
         lambda _, name, rows: rows,
     ),
 }
@@ -108,11 +110,30 @@ def _config(found: Header) -> Any:
         config = transformers.AutoConfig.from_pretrained(place, gguf_file="model.gguf", local_files_only=True)
     if (table := found.tensors.get("token_embd.weight")) is not None:
         config.vocab_size = table.shape[0]
+    architecture = found.values["general.architecture"]
     for name, key in _SIZES.items():
-        size = found.values.get(f"{found.values['general.architecture']}.{key}")
+        size = found.values.get(f"{architecture}.{key}")
         if size is not None and getattr(config, name, None) is not None:
             setattr(config, name, size)
+    _scale(
+        config,
+        {
+            name: found.values.get(f"{architecture}.rope.scaling.{name}")
+            for name in ("type", *_SCALED.values())
+        },
+    )
     return config
+
+
+def _scale(config: Any, said: dict[str, Any]) -> None:
+    """Have rotations scaled as a file says; of layers that slide, Gemma 3 scales none."""
+    if said["type"] in (None, "none"):
+        return
+    if said["type"] not in ("linear", "yarn"):
+        raise ValueError(f"rotations scaled by {said['type']!r}, where linear and yarn are known")
+    own = config.rope_parameters.get("full_attention", config.rope_parameters)
+    own["rope_type"] = said["type"]
+    own |= {name: said[of] for name, of in _SCALED.items() if said[of] is not None}
 
 
 @dataclass
@@ -166,9 +187,10 @@ class _Filling:
 
     def of(self, path: str, name: str) -> str | None:
         """The file's name of a module's parameter; None where the file has none of it."""
-        known = self.names.get_name(path) or (
-            "output" if path == "lm_head" else None
-        )  # Gemma 2 has no name for it
+        if (known := self.names.get_name(f"{path}.{name}")) is not None:  # as sinks
+            name = "weight"
+        known = known or self.names.get_name(path)
+        known = known or ("output" if path == "lm_head" else None)  # Gemma 2 has no name for it
         wanted = f"{known}.{name}"
         if known == "output" and wanted not in self.found.tensors:
             wanted = f"token_embd.{name}"  # which it is tied to
@@ -189,17 +211,33 @@ class _Filling:
         packed = all(len(its) == 1 and its <= BLOCKS.keys() for its in kinds)
         packed = packed and not any(None in its for its in names.values())
         made: list[PackedExperts | nn.Parameter] = []
+
+        def together(these: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
+            if module.is_concatenated or len(these) == 1:
+                return torch.cat(list(these), dim)
+            return torch.stack(list(these), dim + 1).flatten(dim, dim + 1)  # gate and up take turns
+
         for (one, its), (kind, *_) in zip(names.items(), kinds, strict=True):
-            e, n, k = getattr(module, one).shape
+            held = getattr(module, one)
+            e, n, k = (held.mT if module.is_transposed else held).shape
             wanted = torch.empty(e, n // len(its), k, device="meta")
+            if module.has_bias:
+                each = [
+                    self.floats(self.of(f"{path}.{name}", "bias"), f"{path}.{one}_bias", wanted[..., 0])
+                    for name in parts[one]
+                ]
+                put(module, f"{one}_bias", nn.Parameter(together(each, 1), requires_grad=False))
             if not packed:
                 each = [self.floats(name, f"{path}.{one}", wanted) for name in its]
-                made.append(nn.Parameter(torch.cat(each, 1), requires_grad=False))
+                rows = together(each, 1)
+                rows = rows.mT.contiguous() if module.is_transposed else rows
+                made.append(nn.Parameter(rows, requires_grad=False))
                 continue
-            rows = [self.read(name, wanted).view(e, n // len(its), -1) for name in its if name]
+            each = [self.read(name, wanted).view(e, n // len(its), -1) for name in its if name]
             try:
                 layers = (
-                    PackedLinear.from_blocks(torch.cat(some), format=kind) for some in zip(*rows, strict=True)
+                    PackedLinear.from_blocks(together(some, 0), format=kind)
+                    for some in zip(*each, strict=True)
                 )
                 made.append(PackedExperts.of(layers, e))
             except ValueError as error:

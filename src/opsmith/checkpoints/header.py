@@ -20,6 +20,7 @@ _STRING, _ARRAY, _U32, _FLOAT = 8, 9, 4, 0
 _MOST_DIMENSIONS = 4
 _MOST_KEYS, _MOST_TENSORS = 1 << 16, 1 << 20
 _LONGEST_NAME = 1 << 12  # bytes of a key or of a tensor's name
+_SCALING = ".rope.scaling."  # of rotations, which transformers 5.23 fails to read
 _TOKENIZER = "tokenizer."  # its lists are most of the header, and nothing of the model
 
 
@@ -45,7 +46,7 @@ class Header:
     file: Path
     values: dict[str, Any]
     tensors: dict[str, Tensor]
-    plain: bytes  # the same as a file of its own, without the tokenizer's lists and with one number for each tensor
+    plain: bytes  # as a file of its own, without _SCALING and a tokenizer's lists, with one number for each tensor
 
     def rows(self, name: str) -> torch.Tensor:
         """The bytes of a tensor's rows, [rows, bytes] uint8, read from the file.
@@ -143,7 +144,7 @@ class _Reader:
             if key in values:
                 raise self.wrong(f"{key[:64]!r} stands in it twice")
             values[key] = self.value(kind)
-            if not (key.startswith(_TOKENIZER) and kind == _ARRAY):
+            if not (_SCALING in key or (key.startswith(_TOKENIZER) and kind == _ARRAY)):
                 end = self.opened.tell()
                 self.opened.seek(start)
                 kept.append(self.opened.read(end - start))

@@ -2,7 +2,7 @@
 
 What a method calls its tensors, and how it lays four bits into words, is known here; nothing of its own library runs.
 
-Source: the checkpoints of AutoGPTQ and GPTQModel, AutoAWQ, compressed-tensors, and DeepSeek-V3 (fp8).
+Source: the checkpoints of AutoGPTQ and GPTQModel, AutoAWQ, compressed-tensors, DeepSeek-V3 (fp8), and GPT-OSS (mxfp4).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from opsmith.checkpoints import compressed
 from opsmith.checkpoints.compressed import Parts, from_words
 from opsmith.checkpoints.empty import model_of, put, put_experts
 from opsmith.checkpoints.header import CheckpointError
-from opsmith.compiler.modules.mixtures import experts_of
+from opsmith.compiler.modules.mixtures import PackedMixture, experts_of
 from opsmith.ops import PackedExperts, PackedLinear
 
 _LOG = logging.getLogger("opsmith")
@@ -59,6 +59,10 @@ def _fp8(parts: Parts, how: dict[str, Any]) -> PackedLinear:
     return PackedLinear.from_float8(parts["weight"], parts["weight_scale_inv"].float())
 
 
+def _mxfp4(parts: Parts, how: dict[str, Any]) -> PackedLinear:
+    return PackedLinear.from_float4(parts["blocks"].flatten(1), parts["scales"])
+
+
 def _grouped(bits: Any, group: Any) -> int:
     if bits != 4:
         raise ValueError(f"it has {bits} bits, where 4 are known")
@@ -71,6 +75,7 @@ _METHODS: dict[
     "gptq": (_gptq, ("qweight", "qzeros", "scales", "g_idx"), "qweight"),
     "awq": (_awq, ("qweight", "qzeros", "scales"), "qweight"),
     "fp8": (_fp8, ("weight", "weight_scale_inv"), "weight_scale_inv"),
+    "mxfp4": (_mxfp4, ("blocks", "scales"), "blocks"),
     "compressed-tensors": (compressed.read, compressed.ENDS, "weight_scale"),
 }
 
@@ -119,9 +124,12 @@ def load(folder: Path, config: Any, dtype: torch.dtype) -> nn.Module:
         if (its := files.get(path)) is not None and its.shape == buffer.shape:
             buffer.copy_(its)
 
-    def layer(shape: tuple[int, ...], path: str, *more: str) -> PackedLinear:
+    def parts_of(name: str) -> Parts:
+        return {end: t for end in ends if (t := files.get(name + end)) is not None}
+
+    def layer(shape: tuple[int, ...], path: str, *more: str, parts: Parts | None = None) -> PackedLinear:
         try:
-            parts = {end: t for end in ends if (t := files.get(f"{path}.{end}")) is not None}
+            parts = parts or parts_of(f"{path}.")
             for end in parts if more else ():
                 parts[end] = _rows(end, [parts[end], *(files.get(f"{other}.{end}") for other in more)])
             packed = make(parts, compressed.scheme_of(how, path) if method == "compressed-tensors" else how)
@@ -141,6 +149,17 @@ def load(folder: Path, config: Any, dtype: torch.dtype) -> nn.Module:
             )
         return packed
 
+    def stacked(path: str, module: Any) -> PackedExperts:
+        e, *shape = getattr(module, path.rpartition(".")[2]).shape
+        parts = parts_of(f"{path}_")
+        if others := [list(t.shape) for t in parts.values() if len(t) != e]:
+            raise CheckpointError(
+                f"{folder} does not load: {path} has {others[0]}, where there are {e} experts"
+            )
+        shape = tuple(reversed(shape) if module.is_transposed else shape)
+        each = ({end: t[i] for end, t in parts.items()} for i in range(e))
+        return PackedExperts.of((layer(shape, path, parts=its) for its in each), e)
+
     for path, module in list(experts_of(model)):
         for at, gate, up, down in ((path, *EXPERT), (as_mixtral(path), *MIXTRALS)):
             if f"{at}.0.{down}.{says}" in files.file:
@@ -149,6 +168,8 @@ def load(folder: Path, config: Any, dtype: torch.dtype) -> nn.Module:
                 first = PackedExperts.of((expert((n, k), f"{i}.{gate}", f"{i}.{up}") for i in each), e)
                 last = PackedExperts.of((expert((k, n // 2), f"{i}.{down}") for i in each), e)
                 put_experts(model, path, first, last)
+        if f"{path}.down_proj_{says}" in files.file:  # all experts' together
+            put_experts(model, path, *(stacked(f"{path}.{name}", module) for name in PackedMixture.weights))
     for path, module in list(model.named_modules()):
         if type(module) is not nn.Linear or f"{path}.{says}" not in files.file:
             continue

@@ -86,12 +86,14 @@ def _packed(model: nn.Module) -> tuple[Packed, Packed]:
     packing = session.packing if isinstance(session, Session) else Packing()
     packing.follow()  # weights that changed since
     one: Any
-    for path, one in packing.packed.items():
-        mixture = isinstance(one, PackedMixture) and not (one.owner.is_transposed or one.owner.has_bias)
-        if not mixture and not isinstance(one.owner, nn.Linear | nn.Embedding):
-            kind = type(one.owner).__name__
+    owners = {p: m for p, m in modules.items() if PackedExperts in map(type, m.children())}
+    for path, owner in (owners | {p: one.owner for p, one in packing.packed.items()}).items():
+        plain = isinstance(owner, nn.Linear | nn.Embedding)
+        if not plain and (getattr(owner, "is_transposed", True) or owner.has_bias):
+            kind = type(owner).__name__
             raise ValueError(f"save: {path} is a {kind}, which compressed-tensors has no form of")
-        if mixture:
+    for path, one in packing.packed.items():
+        if isinstance(one, PackedMixture):
             layers |= {f"{path}.{name}": weight for name, weight in zip(one.weights, one.packed, strict=True)}
         else:
             (tables if isinstance(one, Rows) else layers)[path] = one

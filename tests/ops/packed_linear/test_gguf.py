@@ -10,11 +10,12 @@ from torch import nn
 
 from opsmith.ops import PackedLinear
 from opsmith.ops.packed_linear.formats import FORMATS
-from opsmith.ops.packed_linear.gguf import BLOCKS
+from opsmith.ops.packed_linear.gguf import BLOCKS, KEPT
 
 by_format = pytest.mark.parametrize("format", BLOCKS)
 HALVES = {
     "q6_k": (208,),
+    "q3_k": (108,),
     "q5_k": (0, 2),
     "q4_k": (0, 2),
 }  # where scales lie in a block; else at its beginning
@@ -23,6 +24,9 @@ HALVES = {
 def blocks(format: str, n: int, count: int) -> torch.Tensor:
     """Rows of random blocks, all bits of them, with finite scales of either sign."""
     made = torch.randint(0, 256, (n, count, BLOCKS[format][1]), dtype=torch.uint8)
+    if format == "mxfp4":
+        made[..., 0] = torch.randint(112, 124, (n, count))
+        return made.flatten(1)
     for at in HALVES.get(format, (0,)):
         made[..., at : at + 2] = (torch.randn(n, count, 1) / 64).half().view(torch.uint8)
     return made.flatten(1)
@@ -34,6 +38,8 @@ def test_values_are_the_files_to_the_last_bit(format: str) -> None:
     torch.manual_seed(0)
     for n, count in ((1, 1), (33, 3), (80, 2)):
         rows = blocks(format, n, count)
+        if format == "mxfp4" and n > 1:
+            rows[:5, 0] = torch.tensor([0, 1, 2, 251, 252])  # an exponent that a float has no bits for, too
         packed = PackedLinear.from_blocks(rows, format=format)
         right = gguf.quants.dequantize(rows.numpy(), gguf.GGMLQuantizationType[format.upper()])
         assert packed.dequantize().equal(torch.from_numpy(right))
@@ -54,13 +60,15 @@ def test_products_are_those_of_the_files_values(format: str, dtype: torch.dtype)
         )
 
 
-@by_format
+@pytest.mark.parametrize("format", sorted(BLOCKS.keys() - KEPT.keys()))
 def test_a_weight_of_floats_is_rounded_to_the_nearest_steps(format: str) -> None:
     torch.manual_seed(0)
     layer = nn.Linear(600, 40)
     packed = PackedLinear.from_linear(layer, format=format)
     assert packed.error is not None
-    steps = FORMATS[format].steps
+    steps = (
+        12 if format == "mxfp4" else FORMATS[format].steps
+    )  # of floats, which have large ones and small ones
     # Of numbers that are spread evenly, as these are, half a step at most and 0.29 of one on average.
     assert 0.2 / steps < packed.error.relative < 1.7 / steps
     again = PackedLinear.from_linear(nn.Linear(600, 40), format=format)
@@ -112,6 +120,42 @@ def test_every_float8_number_is_multiplied_exactly(dtype: torch.dtype, rows: int
     x[:, :4] = 1
     with torch.no_grad():
         assert module(x).float().equal(weight.float().sum(1).expand(rows, -1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rows", [1, 5, 9, 96])
+def test_every_float4_number_is_multiplied_exactly(dtype: torch.dtype, rows: int) -> None:
+    numbers = torch.arange(16, dtype=torch.uint8).repeat_interleave(8)
+    weight = torch.zeros(len(numbers), 64, dtype=torch.uint8)
+    weight[torch.arange(len(numbers)), torch.arange(len(numbers)) % 8] = numbers
+    scale = torch.randint(124, 131, (len(numbers), 2)).byte()
+    module = PackedLinear.from_float4(weight[:, ::2] | weight[:, 1::2] << 4, scale)
+    magnitudes = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    right = torch.cat((magnitudes, -magnitudes))[numbers.int()] * 2.0 ** (scale[:, 0].float() - 127)
+    x = torch.zeros(rows, 64, dtype=dtype)
+    x[:, :8] = 1
+    with torch.no_grad():
+        assert module.dequantize().sum(1).equal(right)
+        assert module(x).float().equal(right.expand(rows, -1))
+
+
+def test_float4_that_is_none() -> None:
+    weight, scale = torch.zeros(4, 32, dtype=torch.uint8), torch.full((4, 2), 127).byte()
+    assert PackedLinear.from_float4(weight, scale).in_features == 64
+    for wrong, message in (
+        ((weight[:, :20], scale[:, :1]), "rows of mxfp4 must be whole groups of 16 bytes, got 20"),
+        ((weight, scale + 128), "every scale must be finite, got 255"),
+        ((weight, scale[:, :1]), r"scale must be uint8 \[4, 2\], got uint8 \[4, 1\]"),
+        ((weight, scale.float()), r"scale must be uint8 \[4, 2\], got float32 \[4, 2\]"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            PackedLinear.from_float4(*wrong)
+    with pytest.raises(TypeError, match=r"numbers must be uint8 \[N, K\], got float32 \[4, 32\]"):
+        PackedLinear.from_float4(weight.float(), scale)
+    rows = torch.zeros(2, 34, dtype=torch.uint8)
+    rows[1, 17] = 255
+    with pytest.raises(ValueError, match="mxfp4: every scale must be finite"):
+        PackedLinear.from_blocks(rows, format="mxfp4")
 
 
 def test_blocks_that_are_none() -> None:

@@ -105,6 +105,27 @@ inline Four broadcast_four(const Digit* p) {
 }
 #endif
 
+// Floats of four bits (e2m1), one in each byte, as bytes that hold twice the number, and 128 more.
+inline IVec double_floats(IVec v) {
+  alignas(16) static constexpr uint8_t table[16] = {128, 129, 130, 131, 132, 134, 136, 140,
+                                                    128, 127, 126, 125, 124, 122, 120, 116};
+#if defined(OPSMITH_AVX512)
+  const __m128i t = _mm_load_si128(reinterpret_cast<const __m128i*>(table));
+  return (IVec)_mm512_shuffle_epi8(_mm512_broadcast_i32x4(t), (__m512i)v);
+#elif defined(OPSMITH_AVX2)
+  const __m128i t = _mm_load_si128(reinterpret_cast<const __m128i*>(table));
+  return (IVec)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(t), (__m256i)v);
+#elif defined(OPSMITH_NEON)
+  return (IVec)vqtbl1q_u8(vld1q_u8(table), (uint8x16_t)v);
+#else
+  uint8_t bytes[sizeof v];
+  std::memcpy(bytes, &v, sizeof v);
+  for (uint8_t& b : bytes) b = table[b];
+  std::memcpy(&v, bytes, sizeof v);
+  return v;
+#endif
+}
+
 inline IVec load_words(const void* p) {
   IVec v;
   std::memcpy(&v, p, sizeof v);
@@ -133,5 +154,10 @@ inline int32_t reduce_add(IVec v) {
 
 inline Vec to_float(IVec v) { return __builtin_convertvector(v, Vec); }
 inline IVec to_int(Vec v) { return __builtin_convertvector(v, IVec); }  // of whole numbers
+
+// Halves, for doubled floats, of the powers of two that bytes stand for, which were loaded as if they had signs.
+inline Vec half_powers(Vec bytes) {
+  return max(as_float((to_int(bytes) & 255) << 23), splat(bits_float(1u << 22))) * 0.5f;
+}
 
 }  // namespace opsmith

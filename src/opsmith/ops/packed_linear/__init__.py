@@ -49,9 +49,10 @@ def packed_linear(
     """Multiply by a weight that was packed once.
 
     `y = x @ w.T + bias` with `w = weight` (bf16), `(weight - 128) scale` (int8), or `(weight - zero) scale` by groups
-    along K (int4; zero is 8 where there is none), or a float of 8 bits times its scale (fp8). GGUF's formats are by
-    groups too, with the very values of a file; in q5_k and q4_k `w = weight scale outer[0] - zero outer[1]`.
-    "int8_dynamic" rounds each row of x to int8 too: `s = max|x| / 127`, `y = s (round(x / s) @ w.T) + bias`.
+    along K (int4; zero is 8 where there is none), or a float of 8 bits times its scale (fp8), or one of 4 bits times
+    `2^(scale - 127)` (mxfp4). GGUF's formats are by groups too, with the very values of a file; in q5_k and q4_k
+    `w = weight scale outer[0] - zero outer[1]`. "int8_dynamic" rounds each row of x to int8 too: `s = max|x| / 127`,
+    `y = s (round(x / s) @ w.T) + bias`.
 
     >>> layer = PackedLinear.from_linear(torch.nn.Linear(64, 48), format="int8")
     >>> packed_linear(torch.randn(2, 9, 64), layer.weight, layer.scale, format="int8").shape
@@ -63,20 +64,22 @@ def packed_linear(
     Args:
         x: [..., K], float32, bfloat16 or float16.
         weight: packed [N, K], see `opsmith.ops.packed_linear.weight`: bfloat16 or uint8.
-        scale: [N] float32; int4: [groups, N] bfloat16; fp8: [N] or [groups, N] float32; GGUF's: [groups, N] float16,
-            or int8 under `outer`; bf16: None.
+        scale: [N] float32; int4: [groups, N] bfloat16; fp8: [N] or [groups, N] float32; mxfp4: [groups, N]
+            uint8; GGUF's: [groups, N] float16, or int8 under `outer`; bf16: None.
         zero: [groups, N] int8, of an asymmetric int4 weight; of q5_k and q4_k what is taken off, under `outer[1]`.
         bias: [N], in x's dtype.
-        format: "bf16", "int8", "int8_dynamic", "int4", "fp8", or GGUF's "q8_0", "q6_k", "q5_0", "q5_k", "q4_0", "q4_k".
-        group_size: numbers along K that share a scale: of int4 32, 64 or 128; of fp8 128 or 0; of GGUF's 32, or 16 of
-            q6_k.
+        format: "bf16", "int8", "int8_dynamic", "int4", "fp8", "mxfp4", or GGUF's "q8_0", "q6_k", "q5_0", "q5_k",
+            "q4_0", "q4_k".
+        group_size: numbers along K that share a scale: of int4 32, 64 or 128; of fp8 128 or 0; of mxfp4 and GGUF's 32,
+            or 16 of q6_k.
         outer: of q6_k [1, ceil(K / 256), N], of q5_k and q4_k [2, ...], float16: what multiplies scale, and zero.
         out: [..., N] in x's dtype to write into.
 
     Raises:
         TypeError, ValueError: for a wrong format, dtype, shape or device.
 
-    Source: Jacob et al., "Quantization and Training of Neural Networks", 2018; Frantar et al., "GPTQ", 2023.
+    Source: Jacob et al., "Quantization and Training of Neural Networks", 2018; Frantar et al., "GPTQ", 2023;
+    Rouhani et al., "Microscaling Data Formats for Deep Learning", 2023 (mxfp4).
     """
     if format == "bf16" and scale is None and zero is None and group_size == 0 and not compiling():
         return _PAIRS.fast.call(x, weight, bias, None, 0, out)  # type: ignore[no-any-return]
@@ -95,10 +98,10 @@ _FILES = {
     for format, of in reversed(FORMATS.items())
     if of.scales in (Scales.HALF, Scales.NESTED)
 }
-_DYNAMIC, _HALF, _NESTED, _FLOAT8 = map(
+_DYNAMIC, _HALF, _NESTED, _FLOAT8, _FLOAT4 = map(
     int, list(Scales)[1:]
 )  # Dynamo of PyTorch 2.11 compares no enumerations
-_WIDE = {_HALF: torch.float16, _NESTED: torch.int8, _FLOAT8: torch.float32}
+_WIDE = {_HALF: torch.float16, _NESTED: torch.int8, _FLOAT8: torch.float32, _FLOAT4: torch.uint8}
 
 
 def format_of(bits: int, scales: int, group_size: int, zero: torch.Tensor | None) -> str:

@@ -6,7 +6,7 @@
 
 namespace opsmith {
 
-enum : int64_t { kPlain, kDynamic, kHalf, kNested, kFloat8 };  // formats.py: Scales
+enum : int64_t { kPlain, kDynamic, kHalf, kNested, kFloat8, kFloat4 };  // formats.py: Scales
 
 // The weights [n, k] that packed tensors hold, of so many experts, which are their first dimension; of one and without it for 0.
 inline QuantizedWeight packed_weight(const char* op, const Tensor& weight, const Tensor& scale,
@@ -17,12 +17,15 @@ inline QuantizedWeight packed_weight(const char* op, const Tensor& weight, const
   const auto round_up = [](int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; };
   STD_TORCH_CHECK(bits == 8 || bits == 4, op, ": weights have 8 or 4 bits, not ", bits);
   const bool half = scales == kHalf, nested = scales == kNested, dynamic = scales == kDynamic,
-             floats = scales == kFloat8;
-  STD_TORCH_CHECK(scales == kPlain || dynamic || half || nested || floats, op, ": no scales of kind ",
-                  scales);
+             floats = scales == kFloat8, small = scales == kFloat4;
+  STD_TORCH_CHECK(scales == kPlain || dynamic || half || nested || floats || small, op,
+                  ": no scales of kind ", scales);
   const bool apart = group == 16 ? nested : group == 32 || group == 64 || group == 128;
   const bool whole = group == 0 || (floats && group == 128);
-  const bool fits = half || nested ? apart : bits == 8 ? whole : apart && !floats;
+  const bool fits = small            ? bits == 4 && group == 32
+                    : half || nested ? apart
+                    : bits == 8      ? whole
+                                     : apart && !floats;
   STD_TORCH_CHECK(fits, op, ": no group of ", group, " for ", bits, " bits");
   STD_TORCH_CHECK(!dynamic || bits == 8, op, ": with dynamic, weights have 8 bits");
   STD_TORCH_CHECK(outer.has_value() == nested, op, ": outer belongs to scales of kind ", kNested);
@@ -43,6 +46,7 @@ inline QuantizedWeight packed_weight(const char* op, const Tensor& weight, const
     const auto type = nested   ? ScalarType::Char
                       : half   ? ScalarType::Half
                       : floats ? ScalarType::Float
+                      : small  ? ScalarType::Byte
                                : ScalarType::BFloat16;
     const bool others = scales == kPlain &&
                         has(scale, ScalarType::Half, {groups, n});  // which GPTQ and AWQ have
@@ -51,13 +55,15 @@ inline QuantizedWeight packed_weight(const char* op, const Tensor& weight, const
     STD_TORCH_CHECK(!zero || has(*zero, ScalarType::Char, {groups, n}), op, ": zero must be an int8 [",
                     groups, ", ", n, "] with contiguous rows");
   }
-  STD_TORCH_CHECK(!zero || (group > 0 && !half && !floats), op, ": zeros belong to groups");
+  STD_TORCH_CHECK(!zero || (group > 0 && !half && !floats && !small), op, ": zeros belong to groups");
   STD_TORCH_CHECK(!outer || has(*outer, ScalarType::Half, {zero ? 2 : 1, blocks, n}), op,
                   ": outer must be a float16 [", zero ? 2 : 1, ", ", blocks, ", ", n,
                   "] with contiguous rows");
   const View packed{weight.data_ptr(), DType::i8, weight.dim(), weight.sizes().data(),
                     weight.strides().data()};
-  return {packed, view_of(scale), view_of(zero), view_of(outer), bits, group, floats};
+  const View steps{scale.data_ptr(), small ? DType::i8 : dtype_of(scale), scale.dim(), scale.sizes().data(),
+                   scale.strides().data()};
+  return {packed, steps, view_of(zero), view_of(outer), bits, group, floats};
 }
 
 }  // namespace opsmith

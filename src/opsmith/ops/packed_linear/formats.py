@@ -18,6 +18,7 @@ class Scales(IntEnum):
     HALF = 2  # float16, one for each group
     NESTED = 3  # a whole number for each group times a float16 of `outer`, and what is taken off likewise
     FLOAT8 = 4  # float32, one for each column or for groups of it; the numbers are floats of 8 bits (e4m3)
+    FLOAT4 = 5  # uint8, 127 more than the exponent of a power of two; the numbers are floats of 4 bits (e2m1)
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,7 @@ FORMATS = {
     "q8_0": Format(8, Scales.HALF, 32, 255),
     "q5_0": Format(8, Scales.HALF, 32, 32),
     "q4_0": Format(4, Scales.HALF, 32, 16),
+    "mxfp4": Format(4, Scales.FLOAT4, 32, 16),
     "q6_k": Format(8, Scales.NESTED, 16, 64),
     "q5_k": Format(8, Scales.NESTED, 32, 32, True),
     "q4_k": Format(4, Scales.NESTED, 32, 16, True),

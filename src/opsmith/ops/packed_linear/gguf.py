@@ -1,7 +1,8 @@
 """The formats of GGUF files: blocks as numbers and scales of a packed weight, and how a weight is rounded to them.
 
 A block of 32 numbers has a float16 scale; one of 256 has a float16 that small whole numbers, one for each 16 or 32, are
-multiplied by, and where its numbers begin at the least of a group, a second such pair for that.
+multiplied by, and where its numbers begin at the least of a group, a second such pair for that. A block of mxfp4 has
+the exponent of a power of two.
 
 Source: ggml's quantized types, https://github.com/ggml-org/ggml (ggml-common.h, ggml-quants.c).
 """
@@ -23,10 +24,21 @@ BLOCKS = {
     "q8_0": (32, 34),
     "q5_0": (32, 22),
     "q4_0": (32, 18),
+    "mxfp4": (32, 17),
     "q6_k": (256, 210),
     "q5_k": (256, 176),
     "q4_k": (256, 144),
+    "q3_k": (256, 110),
+    "iq4_xs": (256, 136),
+    "iq4_nl": (32, 18),
 }
+KEPT = {
+    "q3_k": "q6_k",
+    "iq4_xs": "q6_k",
+    "iq4_nl": "q8_0",
+}  # formats that are kept in another one, a byte a number
+# What the sixteen nibbles of iq4 stand for, plus 128.
+_UNEVEN = (1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241)
 
 
 def read(rows: torch.Tensor, format: str) -> Rounded:
@@ -37,7 +49,21 @@ def read(rows: torch.Tensor, format: str) -> Rounded:
     """
     blocks = rows.view(rows.shape[0], -1, BLOCKS[format][1])
     zero = outer = None
-    if FORMATS[format].scales is Scales.HALF:
+    if format == "iq4_nl":
+        scale, numbers = _halves(blocks[..., :2]), _uneven(blocks[..., 2:])
+    elif format == "iq4_xs":
+        low, high = _nibbles(blocks[..., 4:8, None]), _bits(blocks[..., 2:4]).unflatten(-1, (8, 2))
+        scale = low.flatten(-2) | high[..., 0] << 4 | high[..., 1] << 5
+        scale = (scale.to(torch.int8) - 32).repeat_interleave(2, -1)  # two of 16 for each 32
+        outer, numbers = _halves(blocks[..., :2])[None], _uneven(blocks[..., 8:].unflatten(-1, (8, 16)))
+    elif format == "q3_k":
+        low = blocks[..., 32:96].unflatten(-1, (2, 1, 32)) >> _shifts(0, 2, 4, 6)[:, None] & 3
+        high = blocks[..., None, :32] >> _shifts(*range(8))[:, None] & 1
+        numbers = (low | high.unflatten(-2, (2, 4)) << 2) + 124
+        high = (blocks[..., None, 104:108] >> _shifts(0, 2, 4, 6)[:, None] & 3).flatten(-2)
+        scale = (_nibbles(blocks[..., 96:104]) | high << 4).to(torch.int8) - 32
+        outer = _halves(blocks[..., 108:])[None]
+    elif FORMATS[format].scales is Scales.HALF:
         scale = _halves(blocks[..., :2])
         if format == "q8_0":
             numbers = blocks[..., 2:] ^ 128  # a signed byte plus 128
@@ -45,6 +71,10 @@ def read(rows: torch.Tensor, format: str) -> Rounded:
             numbers = _nibbles(blocks[..., -16:])
             if format == "q5_0":
                 numbers = (numbers | _bits(blocks[..., 2:6]) << 4) + 112
+    elif format == "mxfp4":
+        scale, numbers = blocks[..., 0], _nibbles(blocks[..., 1:])
+        if bool((scale == 255).any()):
+            raise ValueError(f"{format}: every scale must be finite, the file holds NaN")
     elif format == "q6_k":
         low = _nibbles(blocks[..., :128].unflatten(-1, (2, 64))).unflatten(-1, (4, 32))
         high = blocks[..., 128:192].unflatten(-1, (2, 1, 32)) >> _shifts(0, 2, 4, 6)[:, None] & 3
@@ -123,6 +153,11 @@ def _halves(pairs: torch.Tensor) -> torch.Tensor:
 def _nibbles(bytes_: torch.Tensor) -> torch.Tensor:
     """The low nibbles of some bytes, then the high ones."""
     return torch.cat((bytes_ & 15, bytes_ >> 4), -1)
+
+
+def _uneven(bytes_: torch.Tensor) -> torch.Tensor:
+    """What the nibbles of some bytes stand for."""
+    return torch.tensor(_UNEVEN, dtype=torch.uint8)[_nibbles(bytes_).int()]
 
 
 def _bits(bytes_: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ from opsmith.call.arguments import check_count, short
 from opsmith.call.layouts import in_huge_pages
 from opsmith.ops.packed_linear import packed_linear
 from opsmith.ops.packed_linear.formats import BLOCK, CHOSEN, FORMATS, GROUPS
-from opsmith.ops.packed_linear.gguf import BLOCKS
+from opsmith.ops.packed_linear.gguf import BLOCKS, KEPT
 from opsmith.ops.packed_linear.inputs import Inputs
 from opsmith.ops.packed_linear.weight import (
     Packed,
@@ -42,7 +42,8 @@ class PackedLinear(nn.Module):
         in_features, out_features: K and N.
         bias: whether there is one.
         format: "bf16"; "int8", a scale for each output; "int8_dynamic", which rounds the rows of the input too; "int4";
-            "fp8", floats of 8 bits (e4m3); or one of GGUF's: "q8_0", "q6_k", "q5_0", "q5_k", "q4_0", "q4_k".
+            "fp8", floats of 8 bits (e4m3); "mxfp4", floats of 4 bits (e2m1); or one of GGUF's: "q8_0", "q6_k",
+            "q5_0", "q5_k", "q4_0", "q4_k".
         group_size: of int4, the numbers along K that share a scale: 32, 64 or 128; of fp8, 0 for a scale of each
             row, else it is one for each block of 128 rows by 128.
         symmetric: of int4, whether 0 lies in the middle of the range, or each group has its own zero.
@@ -158,7 +159,8 @@ class PackedLinear(nn.Module):
         >>> PackedLinear.from_blocks(torch.zeros(48, 2 * 34, dtype=torch.uint8), format="q8_0").in_features
         64
 
-        Rows are uint8 [N, bytes], whole blocks as they lie in the file. Others, and a scale that is not finite, raise
+        Rows are uint8 [N, bytes], whole blocks as they lie in the file. q3_k and iq4_xs are kept as q6_k, iq4_nl as
+        q8_0, which hold the same values. Others, and a scale that is not finite, raise
         ValueError.
         """
         if format not in BLOCKS:
@@ -170,7 +172,7 @@ class PackedLinear(nn.Module):
                 f"got {short(rows.dtype)} {tuple(rows.shape)}"
             )
         k = rows.shape[1] // size * numbers
-        made = cls(k, rows.shape[0], False, format=format, device=rows.device)
+        made = cls(k, rows.shape[0], False, format=KEPT.get(format, format), device=rows.device)
         keep_blocks(rows, format, made.packed)
         return made
 
@@ -256,6 +258,28 @@ class PackedLinear(nn.Module):
         assert made.scale is not None
         made.scale.copy_(scale.flatten() if by_row else scale.repeat_interleave(BLOCK, 0)[:n].t())
         made.weight.copy_(pack_integers(bytes_, "fp8"))
+        return made
+
+    @classmethod
+    def from_float4(cls, weight: torch.Tensor, scale: torch.Tensor) -> PackedLinear:
+        """A layer without a bias of mxfp4, as GPT-OSS was published: `w = weight 2^(scale - 127)`.
+
+        >>> PackedLinear.from_float4(torch.zeros(48, 32).byte(), torch.zeros(48, 2).byte()).format
+        'mxfp4'
+
+        The weight is uint8 [N, K / 2], floats of four bits (e2m1), the first of two in the lower half; scales are uint8
+        [N, K / 32]. Others, and a scale of 255, which is no number, raise TypeError or ValueError.
+        """
+        n, half = _numbers(weight, torch.uint8)
+        _scales("scale", scale, (n, half // 16), torch.uint8)
+        if half % 16:
+            raise ValueError(f"{_NAME}: rows of mxfp4 must be whole groups of 16 bytes, got {half}")
+        if bool((scale == 255).any()):
+            raise ValueError(f"{_NAME}: every scale must be finite, got 255, which stands for NaN")
+        made = cls(2 * half, n, False, format="mxfp4", device=weight.device)
+        assert made.scale is not None
+        made.scale.copy_(scale.t())
+        made.weight.copy_(pack_integers(torch.stack((weight & 15, weight >> 4), 2).flatten(1), "mxfp4"))
         return made
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:

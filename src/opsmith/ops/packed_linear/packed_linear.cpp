@@ -61,7 +61,7 @@ struct Steps {
   Steps(const QuantizedWeight& p, int64_t k, int64_t column) : Steps() {
     if (!p.group) return;
     block = p.group, half = p.scale.dtype == DType::f16;
-    size = p.outer.defined() ? 1 : 2;
+    size = p.scale.dtype == DType::i8 ? 1 : 2;
     scale_stride = p.scale.strides[0];
     scale = p.scale.as<char>() + (k / block * scale_stride + column) * size;
     if (p.zero.defined()) {
@@ -88,6 +88,7 @@ struct Steps {
       return load_some(static_cast<const int8_t*>(p), columns) *
              load_some(outer + b * block / kSuper * outer_stride + n, columns);
     }
+    if (size == 1) return half_powers(load_some(static_cast<const int8_t*>(p), columns));
     if (half) return load_some(static_cast<const float16*>(p), columns);
     return load_some(static_cast<const bfloat16*>(p), columns);
   }
@@ -104,6 +105,8 @@ struct Steps {
       : scale(), zero(), outer(), scale_stride(), zero_stride(), outer_stride(), outer_part(), block(),
         size(), half() {}
 };
+
+inline Bytes small_floats(IVec word) { return bytes_of(double_floats(word & 0x0f0f0f0f)); }
 
 struct Tile {
   const Digit* digits;
@@ -122,6 +125,7 @@ struct Tile {
   float* sums;  // rows of kColumns
   bool first;  // else it is added to the sums
   bool ask;  // for what comes, however few rows there are
+  bool floats;  // nibbles are
 
   void skip(int64_t n) {
     weight += 4 * n, sums += n, columns -= n;
@@ -192,10 +196,11 @@ __attribute__((noinline)) void multiply(const Tile& t) {
       }
       if constexpr (nibbles) {
 #pragma GCC unroll 4
-        for (int n = 0; n < NV; ++n) column[n] = low_nibbles(word[n]);
+        for (int n = 0; n < NV; ++n) column[n] = t.floats ? small_floats(word[n]) : low_nibbles(word[n]);
         add(column);
 #pragma GCC unroll 4
-        for (int n = 0; n < NV; ++n) column[n] = high_nibbles(word[n]);
+        for (int n = 0; n < NV; ++n)
+          column[n] = t.floats ? small_floats(word[n] >> 4) : high_nibbles(word[n]);
         add(column);
       } else {
 #pragma GCC unroll 4
@@ -283,7 +288,8 @@ struct Digits {
       : of(product), x(std::move(rows)), n(of.y.sizes[1]), panels(ceil_div(n, kColumns)), first(before) {
     const int64_t m = x.rows, threads = num_threads();
     // What sums begin with takes the weights' zero away: they are stored as unsigned numbers.
-    const int32_t middle = of.weight.from_zero() ? -1 : of.weight.bits == 4 ? -8 : kTaken - 128;
+    const bool nibbles = of.weight.bits == 4 && !of.weight.small_floats();
+    const int32_t middle = of.weight.from_zero() ? -1 : nibbles ? -8 : kTaken - 128;
     start.reset(new int32_t[size_t(m * x.blocks * halves(D))]);
     for (int64_t i = 0; i < m * x.blocks * halves(D); ++i) start[size_t(i)] = middle * x.sum[size_t(i)];
     if (of.weight.from_least()) {
@@ -344,6 +350,7 @@ void products(const std::vector<Digits<D>>& all) {
         t.around = nibbles ? 8.0f : 0.0f;
         t.first = k == 0;
         t.ask = ask;
+        t.floats = p.small_floats();
         for (int64_t i = tile; i < tiles_end; ++i) {
           const int64_t r = x.first_row(i);
           const int count = int(x.first_row(i + 1) - r);

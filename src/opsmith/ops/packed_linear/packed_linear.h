@@ -24,6 +24,8 @@ struct QuantizedWeight {
   int64_t group;  // of K; 0 for one scale a column
   bool floats;  // bytes are e4m3 floats, and scale is float32 whether there are groups or not
 
+  // Nibbles are e2m1 floats, and scale is uint8 [groups, N]: 127 more than the exponent of a power of two.
+  bool small_floats() const { return bits == 4 && scale.dtype == DType::i8 && !outer.defined(); }
   bool from_zero() const { return zero.defined() && !outer.defined(); }  // a whole number is taken off each
   bool from_least() const { return zero.defined() && outer.defined(); }
 };

@@ -49,6 +49,10 @@ struct Unpacked {
           write = some<8>(from, column + c, until - at, of, write, width, lanes, [](IVec word, int j) {
             return to_float((word ^ int32_t(0x80808080)) << (24 - 8 * j) >> 24);
           });
+        } else if (weight.small_floats()) {
+          write = some<4>(from, column + c, until - at, of, write, width, lanes, [](IVec word, int j) {
+            return to_float((double_floats(word & 0x0f0f0f0f) ^ int32_t(0x80808080)) << (24 - 8 * j) >> 24);
+          });
         } else {
           write = some<4>(from, column + c, until - at, of, write, width, lanes,
                           [&](IVec word, int j) { return to_float((word >> 8 * j) & 15) - of.middle; });
@@ -88,6 +92,7 @@ struct Unpacked {
           least = zero * load(over + outer.strides[0], lanes) - (bits == 4 ? scale * 8.0f : Vec{});
       } else {
         scale = floats || !group             ? load(scales.as<float>() + at, lanes)
+                : scales.dtype == DType::i8  ? half_powers(load(scales.as<int8_t>() + at, lanes))
                 : scales.dtype == DType::f16 ? load(scales.as<float16>() + at, lanes)
                                              : load(scales.as<bfloat16>() + at, lanes);
         if (zeros.defined()) middle = zero;

@@ -6,7 +6,8 @@ four of the next row of the panel, then the next four of the first. Of eight int
 K the first four are the low nibbles. bfloat16 is packed as `linear` packs it: panels of 64, pairs.
 
 The formats of GGUF files (gguf.py) lie the same way, 4 bits as nibbles and 5, 6 and 8 bits as bytes, and their scales
-as the file has them: a float16 for each group, or a whole number that a float16 of 256 numbers, `outer`, multiplies.
+as the file has them: a float16 or an exponent for each group, or a whole number that a float16 of 256, `outer`,
+multiplies.
 """
 
 from __future__ import annotations
@@ -20,13 +21,14 @@ import torch.nn.functional as F
 
 from opsmith.call.layouts import in_huge_pages
 from opsmith.ops.packed_linear.formats import BLOCK, FORMATS, SUPER, Scales
-from opsmith.ops.packed_linear.gguf import read, round_to
+from opsmith.ops.packed_linear.gguf import KEPT, read, round_to
 from opsmith.ops.packed_linear.inputs import Inputs
 from opsmith.ops.rounding import TINY, RoundingError, on_grid, round_in_parts, round_rows
 
 _PANEL, _LEAST, _DEPTH = 32, 16, 8
 _UNIT = 4  # bytes of a row that lie together in a panel
 _PAIRS = 64  # rows of a panel of bfloat16
+_FLOATS4 = (0, 0.5, 1, 1.5, 2, 3, 4, 6)  # what a float of four bits is, without its sign
 _AT_ONCE = 1 << 21  # numbers that are rounded at a time
 _AT_ONCE_BY_COLUMNS = 1 << 24  # the same, where each column is a step of its own
 
@@ -192,6 +194,10 @@ def values(
 ) -> torch.Tensor:
     """What numbers [n, k] stand for, as they are stored."""
     k, middle = q.shape[1], 1 << FORMATS[format].bits - 1
+    if FORMATS[format].scales is Scales.FLOAT4:
+        steps = torch.ldexp(torch.ones_like(scale, dtype=torch.float64), scale.int() - 127).to(dtype)
+        magnitudes = torch.tensor(_FLOATS4, dtype=dtype, device=q.device)
+        return torch.cat((magnitudes, -magnitudes))[q.int()] * _spread(steps, group_size, k)
     if FORMATS[format].scales is Scales.FLOAT8:
         steps = _spread(scale.to(dtype), group_size, k) if group_size else scale.to(dtype)[:, None]
         return q.contiguous().view(torch.float8_e4m3fn).to(dtype) * steps
@@ -274,6 +280,20 @@ def round_to_float8(part: torch.Tensor, group_size: int) -> tuple[torch.Tensor, 
     return q.view(torch.uint8), scale
 
 
+def round_to_float4(part: torch.Tensor, group_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows as floats of four bits, one in each byte, and their scales: 127 more than an exponent, of each group.
+
+    The largest magnitude of a group gets the largest exponent that the format has.
+    """
+    n, k = part.shape
+    blocks = F.pad(part.double(), (0, -k % group_size)).view(n, -1, group_size)
+    exponent = (blocks.abs().amax(2).frexp().exponent - 3).clamp_(-127, 127)
+    numbers = torch.ldexp(blocks, -exponent[..., None]).view(n, -1)[:, :k]
+    halfway = torch.tensor(_FLOATS4, dtype=torch.float64).to(part.device).unfold(0, 2, 1).mean(1)
+    q = torch.bucketize(numbers.abs(), halfway) | numbers.signbit().long() << 3
+    return q.to(torch.uint8), (exponent + 127).t().to(torch.uint8).contiguous()
+
+
 def _largest(numbers: torch.Tensor, dim: int | tuple[int, ...]) -> torch.Tensor:
     """The largest magnitudes, none so small that a scale made of it would be zero."""
     return numbers.abs().amax(dim).clamp_(min=TINY * 1024)
@@ -304,8 +324,13 @@ def empty(
     if how.scales is Scales.NESTED:
         outer = zeros(torch.float16, 1 + how.minima, -(-k // SUPER), n)
         return weight, zeros(torch.int8, *shape), zeros(torch.int8, *shape) if how.minima else None, outer
-    of = {Scales.HALF: torch.float16, Scales.FLOAT8: torch.float32}.get(how.scales, torch.bfloat16)
-    return weight, zeros(of, *shape), None if symmetric else zeros(torch.int8, *shape), None
+    of = {Scales.HALF: torch.float16, Scales.FLOAT8: torch.float32, Scales.FLOAT4: torch.uint8}
+    return (
+        weight,
+        zeros(of.get(how.scales, torch.bfloat16), *shape),
+        None if symmetric else zeros(torch.int8, *shape),
+        None,
+    )
 
 
 def keep_blocks(rows: torch.Tensor, format: str, to: Packed) -> None:
@@ -318,7 +343,7 @@ def keep_blocks(rows: torch.Tensor, format: str, to: Packed) -> None:
     step = max(1, _AT_ONCE // max(1, packed.shape[1]) // _PAIRS) * _PAIRS
     for first in range(0, n, step):
         q, *kept = read(rows[first : first + step], format)
-        block = pack_integers(q, format)
+        block = pack_integers(q, KEPT.get(format, format))
         packed[first : first + block.shape[0]] = block
         _keep(kept, slice(first, first + step), to[1:])
 
@@ -352,6 +377,8 @@ def quantize(
             q, scales, zeros = round_groups(part, group_size, zero is None, inputs)
         elif format == "fp8":
             q, scales = round_to_float8(part, group_size)
+        elif format == "mxfp4":
+            q, scales = round_to_float4(part, group_size)
         elif FORMATS[format].group:
             q, scales, zeros, outers = round_to(part, format)
         else:

@@ -308,6 +308,41 @@ def _deepseek_v3() -> str:
 
 
 @region
+def _gpt_oss() -> str:
+    parts = []
+    for stem in sorted(file.stem for file in RESULTS.glob("gpt-oss-*.json")):
+        found = read(stem)
+        rows = [
+            (
+                name,
+                f"{row['load_seconds']:.0f} s",
+                f"{row['first_seconds']:.2f} s",
+                f"{1 / row['token_seconds']:.1f}",
+                times(row["ratios"]["token"]) if "ratios" in row else "",
+                part(row["of_read_roof"]),
+                f"{row['peak_bytes'] / 2**30:.1f} GiB",
+                f"{row['error']:.1e}" if "error" in row else "",
+            )
+            for name, row in found["contestants"].items()
+        ]
+        base = next(iter(found["contestants"]))
+        head = (
+            "",
+            "to load",
+            "first token",
+            "tokens/s",
+            f"over {base}",
+            "of the read roof",
+            "memory",
+            "error",
+        )
+        sizes = f"{found['sizes']['layers']} layers, a prompt of {found['prompt']} tokens"
+        bandwidth = f"the read roof was {found['read_bandwidth'] / 1e9:.1f} GB/s"
+        parts.append(f"{source(stem)} It has {sizes}; {bandwidth}.\n\n{table(head, rows)}")
+    return "\n\n".join(parts) or "Not measured yet."
+
+
+@region
 def _next_rows() -> str:
     stem = "next-rows-2026-11-27-amd-epyc-family-26"
     found = read(stem)

@@ -46,64 +46,66 @@ inline Vec load_some(const T* p, int64_t columns) {
   return columns >= W ? load(p) : columns > 0 ? load(p, Part{int(columns)}) : Vec{};
 }
 
-// What the numbers of a group are multiplied by, and where they begin.
+// What the numbers of a group are multiplied by, and where they begin: of one group, and then of the next.
 struct Steps {
-  const void* scale;  // of the columns, [block]; null if they have one for all blocks
-  const int8_t* zero;
-  const float16* outer;  // null if there is none
-  int64_t scale_stride, zero_stride;  // from one block's to the next
-  int64_t outer_stride,
-      outer_part;  // from those of kSuper of K to the next, and to what zeros are multiplied by
-  int64_t block;  // of K
-  int size;  // of a scale, in bytes
-  bool half;  // float16, else bfloat16
+  const char* scale = nullptr;  // of the columns; null if they have one for all groups
+  const int8_t* zero = nullptr;
+  const float16* outer = nullptr;  // null if there is none
+  int64_t scale_stride = 0, zero_stride = 0;  // from one group's to the next, in bytes
+  int64_t outer_stride = 0,
+          outer_part = 0;  // to those of the next kSuper of K, and to what zeros are multiplied by
+  int groups = 0, left = 0;  // of kSuper, and until its end
+  int size = 0;  // of a scale, in bytes
+  bool half = false;  // float16, else bfloat16
 
-  Steps(const QuantizedWeight& p, int64_t k, int64_t column) : Steps() {
+  Steps(const QuantizedWeight& p, int64_t k, int64_t column) {
     if (!p.group) return;
-    block = p.group, half = p.scale.dtype == DType::f16;
+    half = p.scale.dtype == DType::f16;
     size = p.scale.dtype == DType::i8 ? 1 : 2;
-    scale_stride = p.scale.strides[0];
-    scale = p.scale.as<char>() + (k / block * scale_stride + column) * size;
+    scale_stride = p.scale.strides[0] * size;
+    scale = p.scale.as<char>() + k / p.group * scale_stride + column * size;
     if (p.zero.defined()) {
       zero_stride = p.zero.strides[0];
-      zero = p.zero.as<int8_t>() + k / block * zero_stride + column;
+      zero = p.zero.as<int8_t>() + k / p.group * zero_stride + column;
     }
     if (p.outer.defined()) {
+      groups = left = int(kSuper / p.group);
       outer_part = p.outer.strides[0], outer_stride = p.outer.strides[1];
       outer = p.outer.as<float16>() + k / kSuper * outer_stride + column;
     }
   }
 
   void skip(int64_t n) {
-    if (scale) scale = static_cast<const char*>(scale) + n * size;
+    if (scale) scale += n * size;
     if (zero) zero += n;
     if (outer) outer += n;
   }
-  const void* scales(int64_t b, int64_t n) const {
-    return static_cast<const char*>(scale) + (b * scale_stride + n) * size;
+  void next() {
+    scale += scale_stride, zero += zero_stride;
+    if (outer && --left == 0) outer += outer_stride, left = groups;
   }
-  Vec of(int64_t b, int64_t n, int64_t columns) const {
-    const void* const p = scales(b, n);
-    if (outer) {
-      return load_some(static_cast<const int8_t*>(p), columns) *
-             load_some(outer + b * block / kSuper * outer_stride + n, columns);
+  // The next panel's, which lie beside these: the processor does not see lines so far apart coming. A function that fetches
+  // and no more is taken for one that does nothing, where it is not part of another.
+  __attribute__((always_inline)) void expect() const {
+    if (scale) prefetch(scale + kColumns * size);
+    if (zero) prefetch(zero + kColumns);
+    if (outer && left == groups) {
+      prefetch(outer + kColumns);
+      if (zero) prefetch(outer + outer_part + kColumns);
     }
-    if (size == 1) return half_powers(load_some(static_cast<const int8_t*>(p), columns));
-    if (half) return load_some(static_cast<const float16*>(p), columns);
-    return load_some(static_cast<const bfloat16*>(p), columns);
   }
-  Vec zeros(int64_t b, int64_t n, int64_t columns) const {
-    return load_some(zero + b * zero_stride + n, columns);
+  Vec of(int64_t n, int64_t columns) const {
+    if (!scale) return splat(1.0f);
+    const char* const p = scale + n * size;
+    if (outer) return load_some(reinterpret_cast<const int8_t*>(p), columns) * load_some(outer + n, columns);
+    if (size == 1) return half_powers(load_some(reinterpret_cast<const int8_t*>(p), columns));
+    if (half) return load_some(reinterpret_cast<const float16*>(p), columns);
+    return load_some(reinterpret_cast<const bfloat16*>(p), columns);
   }
-  Vec least(int64_t b, int64_t n, int64_t columns) const {
-    return zeros(b, n, columns) *
-           load_some(outer + outer_part + b * block / kSuper * outer_stride + n, columns);
+  Vec zeros(int64_t n, int64_t columns) const { return load_some(zero + n, columns); }
+  Vec least(int64_t n, int64_t columns) const {
+    return zeros(n, columns) * load_some(outer + outer_part + n, columns);
   }
-
- private:
-  Steps()
-      : scale(), zero(), outer(), scale_stride(), zero_stride(), outer_stride(), outer_part(), block(),
-        size(), half() {}
 };
 
 inline Bytes small_floats(IVec word) { return bytes_of(double_floats(word & 0x0f0f0f0f)); }
@@ -144,13 +146,15 @@ __attribute__((noinline)) void multiply(const Tile& t) {
 #pragma GCC unroll 4
     for (int n = 0; n < NV; ++n) total[r][n] = t.first ? Vec{} : load(t.sums + r * kColumns + n * W);
   }
+  Steps steps = t.steps;
+  const bool zeros = steps.zero && !t.least;
   int64_t k = 0;
-  for (int64_t b = 0; k < t.depth; ++b) {
+  for (int64_t b = 0; k < t.depth; ++b, steps.next()) {
+    asm("" : "+m"(steps));  // not in registers, which the loop over a group needs
     IVec sum[R][D][NV], zero[NV];
-    const bool zeros = t.steps.zero && !t.least;
     if (zeros) {
 #pragma GCC unroll 4
-      for (int n = 0; n < NV; ++n) zero[n] = to_int(t.steps.zeros(b, n * W, t.columns - n * W));
+      for (int n = 0; n < NV; ++n) zero[n] = to_int(steps.zeros(n * W, t.columns - n * W));
     }
 #pragma GCC unroll 12
     for (int r = 0; r < R; ++r) {
@@ -208,23 +212,14 @@ __attribute__((noinline)) void multiply(const Tile& t) {
         add(column);
       }
     }
-    // The next panel's, which lie beside these: the processor does not see lines so far apart coming.
-    if (t.steps.scale) prefetch(t.steps.scales(b, kColumns));
-    if (t.steps.zero) prefetch(t.steps.zero + b * t.steps.zero_stride + kColumns);
-    if (t.steps.outer && b * t.block % kSuper == 0) {
-      const float16* const outer = t.steps.outer + b * t.block / kSuper * t.steps.outer_stride + kColumns;
-      prefetch(outer);
-      if (t.least) prefetch(outer + t.steps.outer_part);
-    }
+    steps.expect();
     Vec scale[NV];
 #pragma GCC unroll 4
-    for (int n = 0; n < NV; ++n) {
-      scale[n] = t.steps.scale ? t.steps.of(b, n * W, t.columns - n * W) : splat(1.0f);
-    }
+    for (int n = 0; n < NV; ++n) scale[n] = steps.of(n * W, t.columns - n * W);
     if (t.least) {  // nibbles were multiplied around their middle, where sums are smaller
 #pragma GCC unroll 4
       for (int n = 0; n < NV; ++n) {
-        const Vec offset = scale[n] * t.around - t.steps.least(b, n * W, t.columns - n * W);
+        const Vec offset = scale[n] * t.around - steps.least(n * W, t.columns - n * W);
 #pragma GCC unroll 12
         for (int r = 0; r < R; ++r) total[r][n] = fma(offset, splat(t.least[r * t.blocks + b]), total[r][n]);
       }
@@ -317,7 +312,8 @@ void products(const std::vector<Digits<D>>& all) {
     tiles = std::max(tiles, ceil_div(one.x.tiles, one.row_blocks));
   }
   const int64_t grain = std::max<int64_t>(1, (int64_t{1} << 18) / std::max<int64_t>(1, cost));
-  const bool ask = asks_always();
+  // What ends each group keeps the processor from seeing what comes, too.
+  const bool ask = asks_always() || all[0].of.weight.group > 0;
   const int64_t sums_size = most_rows(D) * tiles * kColumns;
   parallel_shares(all.back().last, grain, [&](int64_t begin, int64_t end) {
     float* const sums = scratch(sums_size);

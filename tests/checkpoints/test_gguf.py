@@ -131,6 +131,9 @@ def test_rotations_are_scaled_as_the_file_says(
         assert own["rope_type"] == "default"
         return
     assert (own["rope_type"], own["factor"], own["original_max_position_embeddings"]) == (kind, 4, 32)
+    values[f"{architecture}.rope.scaling.factor"] = float("nan")
+    with pytest.raises(CheckpointError, match="rotations scaled by a factor of nan, where it is above 0"):
+        gguf.load(files.write(tmp_path / "model.gguf", architecture), torch.float32)
     values[f"{architecture}.rope.scaling.type"] = "dynamic"
     with pytest.raises(
         CheckpointError, match="rotations scaled by 'dynamic', where linear and yarn are known"

@@ -5,6 +5,7 @@ transformers names the model and its sizes, the gguf package the tensors; opsmit
 
 from __future__ import annotations
 
+import math
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -131,6 +132,8 @@ def _scale(config: Any, said: dict[str, Any]) -> None:
         return
     if said["type"] not in ("linear", "yarn"):
         raise ValueError(f"rotations scaled by {said['type']!r}, where linear and yarn are known")
+    if not 0 < said["factor"] < math.inf:
+        raise ValueError(f"rotations scaled by a factor of {said['factor']}, where it is above 0")
     own = config.rope_parameters.get("full_attention", config.rope_parameters)
     own["rope_type"] = said["type"]
     own |= {name: said[of] for name, of in _SCALED.items() if said[of] is not None}

@@ -85,7 +85,7 @@ def test_large_outputs_are_timed_on_fresh_pages_and_in_reused_memory(monkeypatch
     assert list(small.columns) == ["cold", "reused", "warm"]
     assert small.columns["cold"].notes == {"outputs": "as the allocator gives them"}
     monkeypatch.setattr("opsmith.proof.bench._ALWAYS_FRESH", 64 * 64 * 4)
-    machine = dataclasses.replace(measure.describe(), caches=(measure.Cache(1, 64 * 64, 1),))
+    machine = dataclasses.replace(measure.describe(), caches=(measure.Cache(1, 64 * 64),))
     monkeypatch.setattr(measure, "describe", lambda: machine)
     (result,) = run(card(workloads=lambda make: iter([Sample("big", (make(64, 64),))])))
     assert list(result.columns) == ["cold", "reused"]

@@ -15,19 +15,20 @@ from __future__ import annotations
 import datetime
 import json
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
 import torch
 import typer
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from opsmith import measure
-from opsmith.cli.llm import generator
+from opsmith.cli.llm import contestant, generator
+from opsmith.cli.llm.contestant import Contestant
 from opsmith.cli.models import allowed, error_of
 from opsmith.measure.stats import paired_ratio
 
@@ -86,11 +87,12 @@ def write(place: Path, sizes: dict[str, Any]) -> None:
 
 
 def serve(place: Path, name: str) -> None:
-    """Load the folder as a contestant, and answer: a line of tokens in, a line of times out."""
+    """The process of a contestant: it loads the folder, and answers."""
     import transformers
 
     import opsmith
 
+    answer = contestant.answers()
     start = time.perf_counter()
     if name in OURS:
         model = opsmith.load(place, dtype="bfloat16", quantize=OURS[name])
@@ -100,47 +102,18 @@ def serve(place: Path, name: str) -> None:
             dtype=torch.float32 if name == EXACT else torch.bfloat16,
             quantization_config=transformers.Mxfp4Config(dequantize=True),
         ).eval()
-    print(json.dumps({"load": time.perf_counter() - start}), flush=True)
-    for line in sys.stdin:
-        ask = json.loads(line)
-        generator.forget_peak()
-        run = generator.generate(model, torch.tensor(ask["ids"]), ask["new"], check="file" in ask)
-        if "file" in ask:
-            save_file({"logits": run.logits}, ask["file"])
-        answer = {"first": run.first, "steps": run.steps, "tokens": run.tokens.tolist()}
-        weights = generator.weight_bytes(model)
-        print(json.dumps(answer | {"weights": weights, "peak": generator.peak_bytes()}), flush=True)
+    answer({"seconds": time.perf_counter() - start})
+    contestant.serve(model, answer)
 
 
-class Running:
-    """A contestant at work in its process."""
+def started(place: Path, name: str, workspace: Path) -> Contestant:
+    command = [sys.executable, __file__, "--serve"]
+    return Contestant(name, command, {"folder": str(place), "name": name}, workspace / "log")
 
-    def __init__(self, place: Path, name: str) -> None:
-        command = [sys.executable, __file__, "--serve", name, "--folder", str(place)]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        self.load = self._answer()["load"]
 
-    def ask(self, **what: Any) -> dict[str, Any]:
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps(what) + "\n")
-        self.process.stdin.flush()
-        return self._answer()
-
-    def logits(self, ids: list[list[int]], file: Path) -> torch.Tensor:
-        self.ask(ids=ids, new=1, file=str(file))
-        return load_file(file)["logits"]
-
-    def end(self) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        self.process.wait()
-
-    def _answer(self) -> Any:
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        if not line:
-            raise RuntimeError(f"a contestant ended with {self.process.wait()}")
-        return json.loads(line)
+def logits(one: Contestant, ids: list[list[int]], workspace: Path) -> torch.Tensor:
+    one.ask(ids=ids, new=1, logits=str(workspace / "logits.npy"))
+    return torch.from_numpy(np.load(workspace / "logits.npy"))
 
 
 def main(
@@ -156,11 +129,11 @@ def main(
 ) -> None:
     """Time all contestants; print and write what was found."""
     if serves:
-        assert folder is not None
-        return serve(folder, serves)
+        spec = json.loads(serves)
+        return serve(Path(spec["folder"]), spec["name"])
     sizes = SIZES | {"num_hidden_layers": 2 if tiny else layers} | (TINY if tiny else {})
-    with tempfile.TemporaryDirectory() as made:
-        place = folder or Path(made)
+    with tempfile.TemporaryDirectory() as made, tempfile.TemporaryDirectory() as held:
+        place, workspace = folder or Path(made), Path(held)
         if folder is None:
             write(place, sizes)
         config = json.loads((place / "config.json").read_text())
@@ -169,12 +142,12 @@ def main(
         names = [*([EAGER] if against else []), *OURS]
         exact = None
         if against:
-            one = Running(place, EXACT)
-            exact = one.logits(ids, Path(made) / "logits").double()
-            one.end()
+            one = started(place, EXACT, workspace)
+            exact = logits(one, ids, workspace).double()
+            one.close()
         result: dict[str, Any] = {}
         for some in [names] if against else [[name] for name in names]:  # two of all layers have no room
-            found = run(place, some, ids, exact, tokens, rounds)
+            found = run(place, some, ids, exact, tokens, rounds, workspace)
             result = found | {"contestants": result.get("contestants", {}) | found["contestants"]}
     result |= {"sizes": {"layers": config["num_hidden_layers"], "experts": config["num_local_experts"]}}
     if json_file:
@@ -182,16 +155,26 @@ def main(
 
 
 def run(
-    place: Path, names: list[str], ids: list[list[int]], exact: torch.Tensor | None, new: int, rounds: int
+    place: Path,
+    names: list[str],
+    ids: list[list[int]],
+    exact: torch.Tensor | None,
+    new: int,
+    rounds: int,
+    workspace: Path,
 ) -> dict[str, Any]:
     """The contestants' times, and what their logits are off by where the exact ones are known."""
     from transformers import AutoConfig
 
-    running = {name: Running(place, name) for name in names}
-    rows: dict[str, dict[str, Any]] = {name: {"load_seconds": one.load} for name, one in running.items()}
+    running = {name: started(place, name, workspace) for name in names}
+    rows: dict[str, dict[str, Any]] = {
+        name: {"load_seconds": one.hello["seconds"]} for name, one in running.items()
+    }
     limit = 0.0
-    for name, one in running.items() if exact is not None else ():
-        error = error_of(one.logits(ids, place.parent / f"{place.name}.logits"), exact)
+    for name, one in running.items():
+        if exact is None:
+            break
+        error = error_of(logits(one, ids, workspace), exact)
         limit = limit or allowed(error, torch.bfloat16)
         # Rounding what the folder has in bfloat16 to int8 takes more than arithmetic does.
         rounded = OURS.get(name) is not None
@@ -207,7 +190,7 @@ def run(
             if turn:  # what is captured first is not counted
                 answers[name].append(answer)
     for one in running.values():
-        one.end()
+        one.close()
     read, config = statistics.median(reads), AutoConfig.from_pretrained(place)
     for name, its in answers.items():
         samples = {"first": [a["first"] for a in its], "token": [statistics.median(a["steps"]) for a in its]}
@@ -216,9 +199,9 @@ def run(
         rows[name] |= {
             "first_seconds": statistics.median(samples["first"]),
             "token_seconds": token,
-            "bytes_read": its[-1]["weights"] + cache,
-            "of_read_roof": (its[-1]["weights"] + cache) / token / read,
-            "peak_bytes": max(a["peak"] for a in its),
+            "bytes_read": its[-1]["weight_bytes"] + cache,
+            "of_read_roof": (its[-1]["weight_bytes"] + cache) / token / read,
+            "peak_bytes": max(a["peak_bytes"] for a in its),
             "samples": samples,
         }
         base = rows[names[0]].get("samples")
@@ -226,11 +209,11 @@ def run(
             rows[name]["ratios"] = {
                 what: paired_ratio(name, names[0], samples[what], base[what]).to_json() for what in samples
             }
-        error = f", error {rows[name]['error']:.1e}" if exact is not None else ""
+        off = f", error {rows[name]['error']:.1e}" if exact is not None else ""
         typer.echo(
             f"{name}: loaded in {rows[name]['load_seconds']:.0f} s, prompt {rows[name]['first_seconds']:.2f} s, "
             f"{1 / token:.1f} tokens/s, {rows[name]['of_read_roof']:.2f} of the read roof, "
-            f"{rows[name]['peak_bytes'] / 1e9:.1f} GB{error}"
+            f"{rows[name]['peak_bytes'] / 1e9:.1f} GB{off}"
         )
     return {
         "machine": measure.describe().to_json(),

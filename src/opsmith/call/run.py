@@ -224,8 +224,10 @@ class Call:
 
     def kernel(self, backend: str, backward: bool = False) -> Callable[..., Any]:
         """The kernel, or that of the gradients, as it is called soonest."""
-        gradient = self.signature.gradient
-        name = gradient.kernel if backward and gradient else self.signature.name
+        name = self.signature.name
+        if backward:
+            assert self.signature.gradient is not None
+            name = self.signature.gradient.kernel
         return direct.of(getattr(torch.ops.opsmith, name).default)
 
     def gradients(

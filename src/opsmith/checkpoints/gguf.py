@@ -116,18 +116,15 @@ def _config(found: Header) -> Any:
         size = found.values.get(f"{architecture}.{key}")
         if size is not None and getattr(config, name, None) is not None:
             setattr(config, name, size)
-    _scale(
-        config,
-        {
-            name: found.values.get(f"{architecture}.rope.scaling.{name}")
-            for name in ("type", *_SCALED.values())
-        },
-    )
+    _scale(config, found.values, architecture)
     return config
 
 
-def _scale(config: Any, said: dict[str, Any]) -> None:
+def _scale(config: Any, values: dict[str, Any], architecture: str) -> None:
     """Have rotations scaled as a file says; of layers that slide, Gemma 3 scales none."""
+    said: dict[str, Any] = {
+        name: values.get(f"{architecture}.rope.scaling.{name}") for name in ("type", *_SCALED.values())
+    }
     if said["type"] in (None, "none"):
         return
     if said["type"] not in ("linear", "yarn"):

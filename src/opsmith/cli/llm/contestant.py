@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -75,20 +76,71 @@ class Contestant:
         self._process.communicate()
 
 
-def main() -> None:
-    """The process's end."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print is no answer
-    spec = json.loads(sys.argv[1])
+Answer = Callable[[dict[str, Any]], None]
+
+
+def answers() -> Answer:
+    """How the process says a line; what libraries print from now on is no answer."""
+    lines = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
 
     def answer(what: dict[str, Any]) -> None:
-        print(json.dumps(what), file=answers, flush=True)
+        print(json.dumps(what), file=lines, flush=True)
+
+    return answer
+
+
+def serve(model: Any, answer: Answer, rounding: Sequence[Any] = ()) -> None:
+    """Answer every request; `rows` says what rounding the inputs of some layers takes of the logits."""
+    import numpy as np
+    import torch
+
+    from opsmith.cli import models
+    from opsmith.cli.llm import generator
+
+    for line in sys.stdin:
+        request = json.loads(line)
+        try:
+            forced, logits = request.get("forced"), request.get("logits")
+            if not logits:
+                generator.forget_peak()
+            ask = functools.partial(
+                generator.generate,
+                model,
+                torch.tensor(request["ids"]),
+                request["new"],
+                forced=None if forced is None else torch.tensor(forced),
+                check=bool(logits),
+            )
+            found, rows = ask(), 0.0
+            if found.logits is not None:
+                np.save(logits, found.logits.numpy())
+                with models.rounding_rows(rounding):
+                    again = ask().logits if rounding else found.logits
+                assert again is not None
+                rows = models.error_of(again, found.logits.double()).rms
+            answer(
+                {
+                    "rows": rows,
+                    "tokens": found.tokens.tolist(),
+                    "first": found.first,
+                    "steps": found.steps,
+                    "weight_bytes": generator.weight_bytes(model),
+                    "peak_bytes": generator.peak_bytes(),
+                }
+            )
+        except Exception as error:  # whatever it is, the parent says it
+            answer({"error": f"{type(error).__name__}: {error}"})
+
+
+def main() -> None:
+    """The process's end."""
+    answer, spec = answers(), json.loads(sys.argv[1])
 
     import torch
 
     import opsmith
-    from opsmith.cli import hf, models
-    from opsmith.cli.llm import generator
+    from opsmith.cli import hf
     from opsmith.compiler.modules.linear_layers import linear_layers
     from opsmith.compiler.modules.quantize import Packing
 
@@ -123,41 +175,7 @@ def main() -> None:
             "seconds": time.perf_counter() - start,
         }
     )
-    for line in sys.stdin:
-        request = json.loads(line)
-        try:
-            forced, logits = request.get("forced"), request.get("logits")
-            if not logits:
-                generator.forget_peak()
-            ask = functools.partial(
-                generator.generate,
-                model,
-                torch.tensor(request["ids"]),
-                request["new"],
-                forced=None if forced is None else torch.tensor(forced),
-                check=bool(logits),
-            )
-            found, rows = ask(), 0.0
-            if found.logits is not None:
-                import numpy as np
-
-                np.save(logits, found.logits.numpy())
-                with models.rounding_rows(rounding):
-                    again = ask().logits if rounding else found.logits
-                assert again is not None
-                rows = models.error_of(again, found.logits.double()).rms
-            answer(
-                {
-                    "rows": rows,
-                    "tokens": found.tokens.tolist(),
-                    "first": found.first,
-                    "steps": found.steps,
-                    "weight_bytes": generator.weight_bytes(model),
-                    "peak_bytes": generator.peak_bytes(),
-                }
-            )
-        except Exception as error:  # whatever it is, the parent says it
-            answer({"error": f"{type(error).__name__}: {error}"})
+    serve(model, answer, rounding)
 
 
 if __name__ == "__main__":

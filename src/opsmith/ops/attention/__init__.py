@@ -110,7 +110,7 @@ def attention(
     Gemma 2, 2024 (softcap); Xiao et al., 2023, and gpt-oss, 2025 (sinks); Press et al., 2022 (ALiBi).
     """
     how = numbers("attention", q, causal, scale, window, softcap)
-    call = _CALL.traced if compiling() else _CALL.fast.call
+    call = _CALL.compiled if compiling() else _CALL.fast.call
     return call(q, k, v, mask, None, None, sinks, alibi, *how, out)  # type: ignore[no-any-return]
 
 

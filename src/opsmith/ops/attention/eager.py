@@ -84,23 +84,11 @@ def default_scale(q: torch.Tensor) -> float:
     return 1.0 / math.sqrt(q.shape[-1] or 1)
 
 
-def eager(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    mask: Maybe,
-    at: Maybe,
-    keys_at: Maybe,
-    sinks: Maybe,
-    alibi: Maybe,
-    scale: float,
-    causal: bool,
-    window: int,
-    softcap: float,
-) -> torch.Tensor:
+def eager(*given: Any) -> torch.Tensor:
     """PyTorch's fused attention where it can express the call, else the definition."""
+    q, k, v, mask, at, keys_at, sinks, alibi, scale, causal, window, softcap = given
     if softcap or sinks is not None:
-        return definition(q, k, v, mask, at, keys_at, sinks, alibi, scale, causal, window, softcap)
+        return definition(*given)
     if alibi is not None:
         mask = biased(mask, alibi, distances(q, k))
     # On a GPU PyTorch takes a mask in q's dtype alone, in which a bias of thousands of positions is no longer exact.

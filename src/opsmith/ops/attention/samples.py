@@ -38,16 +38,12 @@ def cost(
     k: torch.Tensor,
     v: torch.Tensor,
     *,
-    mask: torch.Tensor | None = None,
     causal: bool = False,
-    scale: float | None = None,
     window: int | None = None,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
-    alibi: torch.Tensor | None = None,
+    **options: Any,
 ) -> Cost:
     pairs = q.shape[:2].numel() * visible_pairs(q.shape[2], k.shape[2], causal, window)
-    return cost_of(pairs, q, k, v, mask, sinks, alibi)
+    return cost_of(pairs, q, k, v, *(options.get(name) for name in ("mask", "sinks", "alibi")))
 
 
 def cost_of(

@@ -69,7 +69,7 @@ def attention_varlen(
     Source: Dao et al., "FlashAttention", 2022 (the packed layout is that of its varlen interface).
     """
     how = numbers(_OP, q, causal, scale, window, softcap)
-    call = _CALL.traced if compiling() else _CALL.fast.call
+    call = _CALL.compiled if compiling() else _CALL.fast.call
     given = q, k, v, None, cu_seqlens_q, cu_seqlens_k, sinks, alibi
     return call(*given, *how, out)  # type: ignore[no-any-return]
 
@@ -144,15 +144,13 @@ def _cost(
     cu_seqlens_k: torch.Tensor,
     *,
     causal: bool = False,
-    scale: float | None = None,
     window: int | None = None,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
-    alibi: torch.Tensor | None = None,
+    **options: Any,
 ) -> Cost:
     spans = zip(pairwise(cu_seqlens_q.tolist()), pairwise(cu_seqlens_k.tolist()), strict=True)
     pairs = sum(visible_pairs(q1 - q0, k1 - k0, causal, window) for (q0, q1), (k0, k1) in spans)
-    return cost_of(q.shape[1] * pairs, q, k, v, cu_seqlens_q, cu_seqlens_k, sinks, alibi)
+    more = cu_seqlens_q, cu_seqlens_k, options.get("sinks"), options.get("alibi")
+    return cost_of(q.shape[1] * pairs, q, k, v, *more)
 
 
 def _starts(lengths: tuple[int, ...], device: str, dtype: torch.dtype = torch.int32) -> torch.Tensor:

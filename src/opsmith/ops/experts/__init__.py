@@ -117,9 +117,9 @@ def experts(
         packed = _together(x, gate_up, down)
         given = (*packed[0].packed, *packed[1].packed, ids, weights, first, last, packed[1].in_features)
         forms = [n for one in packed for n in (one.bits, one.group_size, int(FORMATS[one.format].scales))]
-        call = _PACKED.traced if compiling() else _PACKED.fast.call
+        call = _PACKED.compiled if compiling() else _PACKED.fast.call
         return call(x, *given, *forms, code, most, None)  # type: ignore[no-any-return]
-    call = _CALL.traced if compiling() else _CALL.fast.call
+    call = _CALL.compiled if compiling() else _CALL.fast.call
     return call(x, gate_up, down, ids, weights, first, last, code, most, None)  # type: ignore[no-any-return]
 
 

@@ -61,7 +61,7 @@ def silu_mul(
 
     Source: Shazeer, "GLU Variants Improve Transformer", 2020.
     """
-    return (_SILU.traced if compiling() else _SILU.fast.call)(gate, up, SILU, out)  # type: ignore[no-any-return]
+    return (_SILU.compiled if compiling() else _SILU.fast.call)(gate, up, SILU, out)  # type: ignore[no-any-return]
 
 
 def gelu_mul(
@@ -87,7 +87,7 @@ def gelu_mul(
     Source: Shazeer, "GLU Variants Improve Transformer", 2020.
     """
     curve = GELU_TANH if tanh else GELU
-    return (_GELU.traced if compiling() else _GELU.fast.call)(gate, up, curve, out)  # type: ignore[no-any-return]
+    return (_GELU.compiled if compiling() else _GELU.fast.call)(gate, up, curve, out)  # type: ignore[no-any-return]
 
 
 def definition(gate: torch.Tensor, up: torch.Tensor | None, curve: int) -> torch.Tensor:

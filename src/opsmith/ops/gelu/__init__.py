@@ -45,7 +45,7 @@ def gelu(x: torch.Tensor, *, tanh: bool = False, out: torch.Tensor | None = None
 
     Source: Hendrycks, Gimpel, "Gaussian Error Linear Units", 2016.
     """
-    return (_GELU.traced if compiling() else _GELU.fast.call)(x, None, tanh, out)  # type: ignore[no-any-return]
+    return (_GELU.compiled if compiling() else _GELU.fast.call)(x, None, tanh, out)  # type: ignore[no-any-return]
 
 
 def bias_gelu(
@@ -68,7 +68,7 @@ def bias_gelu(
     Source: Hendrycks, Gimpel, "Gaussian Error Linear Units", 2016.
     """
     here = bias is not None and not compiling()
-    return (_BIAS_GELU.fast.call if here else _BIAS_GELU.traced)(x, bias, tanh, out)  # type: ignore[no-any-return]
+    return (_BIAS_GELU.fast.call if here else _BIAS_GELU.compiled)(x, bias, tanh, out)  # type: ignore[no-any-return]
 
 
 def definition(x: torch.Tensor, bias: torch.Tensor | None, tanh: bool) -> torch.Tensor:

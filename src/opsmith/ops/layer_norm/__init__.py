@@ -77,7 +77,7 @@ def layer_norm(
 
     Source: Ba, Kiros, Hinton, "Layer Normalization", 2016; Welford 1962; Chan, Golub, LeVeque 1979.
     """
-    return (_CALL.traced if compiling() else _CALL.fast.call)(x, residual, weight, bias, eps, out)  # type: ignore[no-any-return]
+    return (_CALL.compiled if compiling() else _CALL.fast.call)(x, residual, weight, bias, eps, out)  # type: ignore[no-any-return]
 
 
 def definition(

@@ -101,7 +101,7 @@ def moe_route(
                 return ids, weights
         except (RuntimeError, IndexError, TypeError, AttributeError):  # the checks say why
             pass
-    return _CALL.traced(*values, None)  # type: ignore[no-any-return]
+    return _CALL.compiled(*values, None)  # type: ignore[no-any-return]
 
 
 def _groups(groups: int | None, topk_groups: int | None) -> tuple[Any, Any]:

@@ -84,7 +84,7 @@ def packed_linear(
     if format == "bf16" and scale is None and zero is None and group_size == 0 and not compiling():
         return _PAIRS.fast.call(x, weight, bias, None, 0, out)  # type: ignore[no-any-return]
     bits, scales = _CODES.get(format, (repr(format), 0))
-    call = _CALL.traced if compiling() else _CALL.fast.call
+    call = _CALL.compiled if compiling() else _CALL.fast.call
     return call(x, weight, scale, zero, bias, outer, bits, group_size, scales, out)  # type: ignore[no-any-return]
 
 

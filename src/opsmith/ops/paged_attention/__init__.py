@@ -91,7 +91,7 @@ def paged_attention(
     if not (window is None and softcap is None):
         check_limits(_OP, window, softcap)
     how = k_scale, v_scale, sinks, alibi, scale, window or 0, softcap or 0.0
-    call = _CALL.traced if compiling() else _CALL.fast.call
+    call = _CALL.compiled if compiling() else _CALL.fast.call
     return call(q, k_cache, v_cache, block_tables, seq_lens, *how, out)  # type: ignore[no-any-return]
 
 

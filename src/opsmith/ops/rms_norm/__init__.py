@@ -80,7 +80,7 @@ def rms_norm(
 
     Source: Zhang, Sennrich, "Root Mean Square Layer Normalization", 2019.
     """
-    run = _CALL.traced if compiling() else _CALL.fast.call
+    run = _CALL.compiled if compiling() else _CALL.fast.call
     return run(x, residual, weight, eps, weight_offset, round_before_weight, out)  # type: ignore[no-any-return]
 
 
@@ -105,18 +105,12 @@ def definition(
     return y if residual is None else (y, s)
 
 
-def eager(
-    x: torch.Tensor,
-    residual: torch.Tensor | None,
-    weight: torch.Tensor | None,
-    eps: float,
-    weight_offset: float,
-    round_before_weight: bool,
-) -> Result:
+def eager(*given: Any) -> Result:
     """PyTorch's own function where it computes the same, else what models write."""
+    x, residual, weight, eps, weight_offset, round_before_weight = given
     fused = weight is None or (not weight_offset and not round_before_weight and weight.dtype == x.dtype)
     if not fused:
-        return definition(x, residual, weight, eps, weight_offset, round_before_weight)
+        return definition(*given)
     s = x if residual is None else x + residual
     y = F.rms_norm(s, s.shape[-1:], weight, eps)
     return y if residual is None else (y, s)

@@ -69,7 +69,7 @@ def rms_norm_quant(
 
     Source: DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, and the NPU operator RmsNormQuant.
     """
-    call = _CALL.traced if compiling() else _CALL.fast.call
+    call = _CALL.compiled if compiling() else _CALL.fast.call
     return call(x, weight, bias, eps, scale, offset, None)  # type: ignore[no-any-return]
 
 

@@ -95,7 +95,7 @@ def rope(
     Source: Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021.
     """
     dims = rotated(x, rotary_dim)
-    call = _ROPE.fast.call if fits(dims, cos, positions) else _ROPE.traced
+    call = _ROPE.fast.call if fits(dims, cos, positions) else _ROPE.compiled
     return call(x, cos, sin, positions, dims, interleaved, False, out)  # type: ignore[no-any-return]
 
 
@@ -129,7 +129,7 @@ def rope_qk(
     Source: Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021.
     """
     dims = rotated(q, rotary_dim)
-    call = _ROPE_QK.fast.call if fits(dims, cos, positions) else _ROPE_QK.traced
+    call = _ROPE_QK.fast.call if fits(dims, cos, positions) else _ROPE_QK.compiled
     return call(q, k, cos, sin, positions, dims, interleaved, False, out)  # type: ignore[no-any-return]
 
 

@@ -74,7 +74,7 @@ def rope_int8(
     Source: Su et al., 2021; Jacob et al., "Quantization and Training of Neural Networks", 2018.
     """
     dims = rotated(x_q, rotary_dim)
-    call = _CALL.fast.call if fits(dims, cos, positions) else _CALL.traced
+    call = _CALL.fast.call if fits(dims, cos, positions) else _CALL.compiled
     return call(x_q, x_scale, cos, sin, positions, dims, interleaved, out)  # type: ignore[no-any-return]
 
 

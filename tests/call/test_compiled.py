@@ -65,3 +65,34 @@ def test_a_result_is_written_where_it_is_asked_for() -> None:
 def test_what_is_wrong_is_said() -> None:
     with pytest.raises(Exception, match=r"rms_norm: weight must have shape"):
         _compiled(lambda x, w: ops.rms_norm(x, w), torch.randn(5, 64), torch.randn(32))
+
+
+_W, _ROW = torch.randn(64), (3, 7, 64)
+_ANGLES = torch.randn(7, 32)
+_LAYER = ops.PackedLinear.from_linear(torch.nn.Linear(64, 32), format="int8")
+_QKV = (2, 4, 7, 64)
+_CALLS: dict[str, tuple[Any, list[tuple[int, ...]], tuple[int, ...]]] = {
+    "rms_norm": (lambda x: ops.rms_norm(x, _W), [_ROW], (0, 1)),
+    "heads": (lambda x: ops.rms_norm(x[..., :128].unflatten(-1, (2, 64)), _W), [(3, 7, 192)], (0, 1)),
+    "layer_norm": (lambda x, r: ops.layer_norm(x, _W, residual=r), [_ROW, _ROW], (0, 1)),
+    "gelu": (ops.gelu, [_ROW], (0, 1)),
+    "silu_mul": (ops.silu_mul, [_ROW, _ROW], (0, 1)),
+    "rms_norm_quant": (lambda x: ops.rms_norm_quant(x, _W), [_ROW], (0, 1)),
+    "packed_linear": (_LAYER, [_ROW], (0, 1)),
+    "attention": (lambda q, k, v: ops.attention(q, k, v, causal=True, scale=0.1), [_QKV] * 3, (0, 2)),
+    "rope_qk": (lambda q, k: ops.rope_qk(q, k, _ANGLES.cos(), _ANGLES.sin()), [_QKV] * 2, (0,)),
+    "moe_route": (lambda x: ops.moe_route(x, 2), [(5, 64)], (0,)),
+}
+
+
+@pytest.mark.parametrize("name", _CALLS)
+def test_sizes_stay_symbols(name: str) -> None:
+    fn, shapes, dynamic = _CALLS[name]
+    inputs = [torch.randn(shape) for shape in shapes]
+    for x in inputs:
+        for dim in dynamic:
+            torch._dynamo.mark_dynamic(x, dim)  # an error where it becomes a number
+    torch._dynamo.reset()
+    with torch.no_grad():
+        got = torch.compile(fn, backend="aot_eager", fullgraph=True)(*inputs)
+        torch.testing.assert_close(got, fn(*inputs))

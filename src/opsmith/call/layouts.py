@@ -34,7 +34,7 @@ def as_rows(x: torch.Tensor) -> torch.Tensor:
     if x.dim() == 2 and x.stride()[1] == 1:
         return x
     n = x.shape[-1]
-    rows = x.reshape(x.shape[:-1].numel(), n)
+    rows = x.reshape(math.prod(x.shape[:-1]), n)  # numel() of symbolic sizes makes numbers of them
     return rows if n <= 1 or rows.stride()[1] == 1 else rows.contiguous()
 
 
@@ -58,7 +58,7 @@ def out_rows(out: torch.Tensor) -> torch.Tensor:
     if out.dim() == 2 and out.stride()[1] == 1:
         return out
     try:
-        return out.view(out.shape[:-1].numel(), out.shape[-1])
+        return out.view(math.prod(out.shape[:-1]), out.shape[-1])
     except RuntimeError:
         raise ValueError(
             f"out= must be viewable as rows, got strides {out.stride()}; pass a contiguous tensor"

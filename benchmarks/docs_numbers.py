@@ -29,6 +29,7 @@ PAGES = (
     HERE / "README.md",
     *sorted(set(HERE.glob("docs/*.md")) - {HERE / "docs/gpu.md"}),  # which benchmarks/gpu_page.py writes
     *sorted(HERE.glob("docs/guide/*.md")),
+    *sorted(HERE.glob("docs/operators/*.md")),
 )
 _CODE = re.compile(r"^ *```.*?^ *```$|(?<!`)`[^`\n]+`(?!`)", re.DOTALL | re.MULTILINE)
 

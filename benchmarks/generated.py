@@ -1,6 +1,6 @@
 """Kernels made from a formula against those written by hand, forward and backward, in cache and out of it.
 
-    python benchmarks/generated.py [--only silu_mul,gelu] [--dtype bfloat16] [--rounds 25] [--threads 1]
+    python benchmarks/generated.py [--only silu_mul,gelu] [--dtype bfloat16] [--rounds 25] [--threads 1] [--json FILE]
 
 Both compute on the same contiguous tensors, in one process and in turns. A ratio above 1 says that the generated one is
 faster.
@@ -9,6 +9,7 @@ faster.
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -133,6 +134,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32,bfloat16,float16")
     parser.add_argument("--rounds", type=int, default=25)
     parser.add_argument("--threads", type=int, help="by default those of PyTorch")
+    parser.add_argument("--json", type=Path, help="a file to keep the samples in")
     args = parser.parse_args()
     if args.threads:
         torch.set_num_threads(args.threads)
@@ -140,6 +142,7 @@ def main() -> None:
     print(
         f"{'operator':14} {'dtype':9} {'pass':9} {'where':10} {'by hand':>10} {'generated':>10} {'ratio':>7}"
     )
+    kept = []
     with tempfile.TemporaryDirectory() as folder:
         for name in args.only.split(","):
             made = generated(name, Path(folder))
@@ -157,6 +160,14 @@ def main() -> None:
                             f"[{ratio.lo:.3f}, {ratio.hi:.3f}], of the least {least:.3f}",
                             flush=True,
                         )
+                        kept.append(
+                            {"operator": name, "dtype": dtype, "direction": step, "where": where}
+                            | {"samples": {n: list(run.samples[n]) for n in ("hand", "generated")}}
+                        )
+    if args.json:
+        taken = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        found = {"taken": taken, "machine": measure.describe().to_json(), "shapes": SHAPES, "runs": kept}
+        args.json.write_text(json.dumps(found, indent=1))
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ PAGES = (
     *sorted(set(HERE.glob("docs/*.md")) - {HERE / "docs/gpu.md"}),  # which benchmarks/gpu_page.py writes
     *sorted(HERE.glob("docs/guide/*.md")),
     *sorted(HERE.glob("docs/operators/*.md")),
+    *sorted(HERE.glob("docs/authoring/*.md")),
 )
 _CODE = re.compile(r"^ *```.*?^ *```$|(?<!`)`[^`\n]+`(?!`)", re.DOTALL | re.MULTILINE)
 
@@ -353,6 +354,21 @@ def _next_rows() -> str:
     ]
     head = ("rows asked for", "hits", "tokens a second, over asking for nothing")
     return f"{source(stem)}\n\n{table(head, rows)}"
+
+
+@region
+def _generated() -> str:
+    """By operator and dtype, the generated kernels over those by hand."""
+    stem = "generated-2026-11-28-amd-epyc-family-26"
+    rows: dict[tuple[str, str], list[str]] = {}
+    for run in read(stem)["runs"]:
+        samples = run["samples"]
+        rows.setdefault((run["operator"], run["dtype"]), []).append(
+            paired(samples["generated"], samples["hand"])
+        )
+    sizes = {where: "×".join(map(str, shape)) for where, shape in read(stem)["shapes"].items()}
+    head = [f"{step}, {sizes[where]}, {where}" for where in sizes for step in ("forward", "backward")]
+    return f"{source(stem)}\n\n{table(('operator', 'dtype', *head), [(*of, *each) for of, each in rows.items()])}"
 
 
 @region

@@ -23,6 +23,7 @@ from opsmith.call.dispatch import carries_tangents
 from opsmith.compiler.code import Code
 from opsmith.compiler.frozen import keep_input_guards
 from opsmith.compiler.modules.conventions import rehearse
+from opsmith.compiler.modules.quantize import needed
 from opsmith.compiler.progress import show
 from opsmith.decoding import NoState
 
@@ -42,7 +43,10 @@ def entry(model: nn.Module, session: Session) -> Callable[..., Any]:
         return model._call_impl(*args, **kwargs)
 
     forward = _apart(forward)
-    options: Any = {"guard_filter_fn": keep_input_guards} if session.config.frozen else None
+    # Dynamo builds its guards twice where somebody chooses among them.
+    packed = session.config.quantize or session.packing.adopted
+    chosen = keep_input_guards if session.config.frozen else needed if packed else None
+    options: Any = chosen and {"guard_filter_fn": chosen}
     compiled = torch.compile(forward, backend=_backend(session), dynamic=True, options=options, **_UNLIMITED)
     seen: dict[tuple[Any, ...], Callable[..., Any]] = {}
     general = True  # until a graph of this model turns out not to be

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch._dynamo.types import GuardFilterEntry
 
 from opsmith.call.dispatch import always_native, is_sharded
 from opsmith.compiler.capture.mutation import Effects
@@ -330,3 +331,11 @@ def _wrong(packed: PackedLinear, x: torch.Tensor) -> str:
             )
             for at, (*tensors, b, outer) in parts
         ).why
+
+
+def needed(guards: Sequence[GuardFilterEntry]) -> list[bool]:
+    """Of what Dynamo would ask before every call, all but what is inside a packed layer, which nobody else changes."""
+    inside = tuple(
+        g.name + end for g in guards if g.has_value and isinstance(g.value, PackedLinear) for end in ".["
+    )
+    return [not g.name.startswith(inside) for g in guards]

@@ -19,7 +19,6 @@ from opsmith.ops.pages import caches, check_slots
 
 _OP = "reshape_and_cache"
 LEAST = 1e-30  # a row whose numbers are all below this is rounded to zeros, as its inverse may be no float32
-Maybe = torch.Tensor | None
 Results = tuple[torch.Tensor, ...]
 
 
@@ -86,16 +85,9 @@ def _check(k: Any, v: Any, k_cache: Any, v_cache: Any, slots: Any, k_scale: Any,
         check_slots(_OP, slots, *k_cache.shape[:2])
 
 
-def _reference(
-    k: torch.Tensor,
-    v: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    slots: torch.Tensor,
-    k_scale: Maybe,
-    v_scale: Maybe,
-) -> None:
+def _reference(k: torch.Tensor, v: torch.Tensor, *rest: Any) -> None:
     """The definition, in plain PyTorch."""
+    k_cache, v_cache, slots, k_scale, v_scale = rest
     size = k_cache.shape[1]
     if not k_cache.shape[0] * size or not slots.shape[0]:
         return
@@ -129,25 +121,11 @@ def _supports(k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor, **options: 
     return native(k, _OP)
 
 
-def _native(
-    k: torch.Tensor,
-    v: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    slots: torch.Tensor,
-    k_scale: Maybe,
-    v_scale: Maybe,
-) -> None:
+def _native(k: torch.Tensor, v: torch.Tensor, *rest: Any) -> None:
     """The kernel."""
-    torch.ops.opsmith.reshape_and_cache.default(
-        dense_rows(k),
-        dense_rows(v),
-        slots,
-        k_cache=k_cache,
-        v_cache=v_cache,
-        k_scale=k_scale,
-        v_scale=v_scale,
-    )
+    k_cache, v_cache, slots, k_scale, v_scale = rest
+    caches = {"k_cache": k_cache, "v_cache": v_cache, "k_scale": k_scale, "v_scale": v_scale}
+    torch.ops.opsmith.reshape_and_cache.default(dense_rows(k), dense_rows(v), slots, **caches)
 
 
 def cache_form(

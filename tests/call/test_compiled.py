@@ -67,6 +67,12 @@ def test_what_is_wrong_is_said() -> None:
         _compiled(lambda x, w: ops.rms_norm(x, w), torch.randn(5, 64), torch.randn(32))
 
 
+def test_an_unknown_option_is_named() -> None:
+    x, w = torch.randn(5, 64), torch.zeros(32, 64, dtype=torch.int8)
+    with pytest.raises(Exception, match=r"packed_linear: format must be"):
+        _compiled(lambda x, w: ops.packed_linear(x, w, torch.ones(32), None, format="int9"), x, w)
+
+
 _W, _ROW = torch.randn(64), (3, 7, 64)
 _ANGLES = torch.randn(7, 32)
 _LAYER = ops.PackedLinear.from_linear(torch.nn.Linear(64, 32), format="int8")

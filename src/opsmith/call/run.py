@@ -184,11 +184,13 @@ class Call:
     def compiled(self, *given: Any) -> Any:
         """What torch.compile reads: one operator where nothing has a gradient, for Dynamo takes 40 ms to read `traced`.
 
-        PyTorch takes the operator apart, by calling `traced` with tensors that have no numbers.
+        PyTorch takes the operator apart, by calling `traced` with tensors that have no numbers. A string is a wrong
+        option, for which `traced` has the words. Outside torch.compile this is `traced`.
         """
         values, out = given[:-1], given[-1]
         tensors = [t for t in values if isinstance(t, torch.Tensor)]
-        if self.whole is None or not dispatch.compiling() or out is not None or dispatch.needs_grad(*tensors):
+        read = out is not None or any(isinstance(v, str) for v in values) or dispatch.needs_grad(*tensors)
+        if self.whole is None or not dispatch.compiling() or read:
             return self.traced(*given)
         results = self.whole(*values)
         return results[0] if len(results) == 1 else tuple(results)
@@ -421,7 +423,7 @@ class Call:
 
 
 _LIBRARY = torch.library.Library("opsmith", "FRAGMENT")
-whole: dict[Any, Callable[..., Any]] = {}  # calls as one operator, and what each is
+decompositions: dict[Any, Callable[..., Any]] = {}  # of calls as one operator, for make_fx
 
 
 def _as_operator(call: Call) -> Any:
@@ -439,7 +441,7 @@ def _as_operator(call: Call) -> Any:
     _LIBRARY.define(f"{name}({', '.join(given)}) -> Tensor[]")
     _LIBRARY.impl(name, function, "CompositeImplicitAutograd")
     operator = getattr(torch.ops.opsmith, name).default
-    whole[operator] = function
+    decompositions[operator] = function
     return operator
 
 

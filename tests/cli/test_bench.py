@@ -1,5 +1,6 @@
 """`opsmith bench`: the table, the JSON and the refusal."""
 
+import dataclasses
 import itertools
 import json
 import sys
@@ -209,3 +210,19 @@ def test_the_roofline_shows_every_operator_under_the_roofs(
     assert ">negate</text>" in text
     assert "copy: " in text
     assert "operations per byte" in text
+
+
+def test_who_stops_it_keeps_what_was_timed(
+    card: Operator, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stopped(make: Make) -> Iterator[Sample]:
+        raise KeyboardInterrupt
+
+    later = dataclasses.replace(card, name="later", samples=stopped)
+    monkeypatch.setattr(sys.modules["opsmith.operator"], "_REGISTRY", {"negate": card, "later": later})
+    file = tmp_path / "bench.json"
+    assert main(["bench", "--all", "--dtype", "float32", "--json", str(file), *QUICK]) != 0
+    found = json.loads(file.read_text())
+    assert [b["operator"] for b in found["benchmarks"]] == ["negate"]
+    assert found["left"] == ["later"]
+    assert not found["ok"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterable
 from pathlib import Path
 from statistics import geometric_mean
 from typing import TYPE_CHECKING, Annotated, Any
@@ -67,6 +69,9 @@ def run(
     Contestants run interleaved, beside probes of what memory and matmul reach at that moment: roof is the
     part of it that was reached. Float32 and bfloat16, where the operator takes them, unless --dtype says otherwise.
 
+    The file of --json is written after each operator, so that a run that is stopped has what it did; `left` names the
+    others.
+
     Example: opsmith bench softmax --dtype bfloat16
     Example: opsmith bench rms_norm --shape "x=float32[1,128,512] weight=float32[512]"
     """
@@ -123,6 +128,8 @@ def run(
         except WrongResult as wrong:
             output.console.print(f"{wrong}\n", style="red", markup=False)
             faults.append(str(wrong))
+        left = dict.fromkeys(card.name for card, _ in work[done + 1 :])
+        output.keep(_as_json(results, faults, left))
     if len(results) > 1:
         _summarize(output.console, results)
     if roofline is not None:
@@ -157,8 +164,8 @@ def _projects(
     return found, unfit
 
 
-def _as_json(results: list[Benchmark], faults: list[str]) -> dict[str, Any]:
-    """Machine, versions and commit once, then every benchmark with all its samples."""
+def _as_json(results: list[Benchmark], faults: list[str], left: Iterable[str] = ()) -> dict[str, Any]:
+    """Machine, versions and commit once, then every benchmark with all its samples; `left` was not done yet."""
     import datetime
     from importlib import metadata
 
@@ -167,17 +174,16 @@ def _as_json(results: list[Benchmark], faults: list[str]) -> dict[str, Any]:
 
     versions = {"opsmith": VERSION}
     for package in ("torch", "triton", "numpy", "liger-kernel"):
-        try:
+        with contextlib.suppress(metadata.PackageNotFoundError):
             versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
     machine = measure.describe().to_json()
     benchmarks = [result.to_json() for result in results]
     for benchmark in benchmarks:
         for column in benchmark["columns"].values():
             del column["machine"]  # the same everywhere
     return {
-        "ok": not faults,
+        "ok": not faults and not left,
+        "left": list(left),
         "faults": faults,
         "taken": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "commit": machine["commit"],

@@ -56,6 +56,11 @@ class Output:
         width = None if sys.stdout.isatty() else 160  # a file or pipe has no width of its own
         self.console = Console(quiet=json_to == "-", highlight=False, markup=False, width=width)
 
+    def keep(self, data: Any) -> None:
+        """Write into a file what there is so far: who stops long work loses nothing of it."""
+        if self.json_to != "-":
+            self.finish(data)
+
     def finish(self, data: Any) -> None:
         """Write the JSON, where it was asked for."""
         if self.json_to is None:

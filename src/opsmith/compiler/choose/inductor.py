@@ -23,7 +23,7 @@ class Inductor:
 
     def __init__(self, seconds: float):
         self._left = seconds
-        self._compiled: dict[str, Implementation] = {}
+        self.compiled: dict[str, Implementation] = {}
         self._ran: set[str] = set()
 
     def enter(
@@ -43,7 +43,7 @@ class Inductor:
         if card.kind not in KINDS:
             return "Inductor calls the same library as eager for this operator"
         if key in self._ran:
-            return self._compiled[card.name]
+            return self.compiled[card.name]
         if not may_compile and not forced:
             return "not tried at sizes that were no example"
         if self._left <= 0 and not forced:
@@ -52,24 +52,20 @@ class Inductor:
             return (
                 f"not tried: another takes less than the {CALL * 1e6:.0f} us in which compiled code is called"
             )
-        if card.name not in self._compiled:
+        if card.name not in self.compiled:
             compiled = torch.compile(card.reference, dynamic=True)
-            self._compiled[card.name] = Implementation("inductor", compiled)
+            self.compiled[card.name] = Implementation("inductor", compiled)
         sizes = [size for v in call.values() if isinstance(v, torch.Tensor) for size in v.shape]
         start = time.monotonic()
         try:
             with compiling(general=1 not in sizes and 0 not in sizes):
-                self._compiled[card.name].fn(**call)
+                self.compiled[card.name].fn(**call)
         except Exception as error:  # whatever a foreign compiler raises is its reason for not taking part
             return f"failed to compile: {raised(error)}"
         finally:
             self._left -= time.monotonic() - start
         self._ran.add(key)
-        return self._compiled[card.name]
-
-    def compiled(self, card: Operator) -> Implementation | None:
-        """What there is of this operator."""
-        return self._compiled.get(card.name)
+        return self.compiled[card.name]
 
 
 @contextmanager

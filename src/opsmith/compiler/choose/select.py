@@ -223,7 +223,7 @@ class Selector:
 
     def implementation(self, card: Operator, name: str) -> Implementation:
         """An implementation by name, Inductor's included."""
-        compiled = self.inductor.compiled(card) if name == "inductor" else None
+        compiled = self.inductor.compiled.get(card.name) if name == "inductor" else None
         return compiled or card.implementation(name)
 
 

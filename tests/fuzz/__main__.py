@@ -50,7 +50,7 @@ def failures_of(error: BaseException) -> list[str]:
 def fuzz(kind: str, cases: int, minutes: float, seed: int) -> dict[str, Any]:
     """Run the fuzzers of a kind in turns, for so many cases in all or so many minutes; what was done, as JSON."""
     fuzzers = importlib.import_module(f"tests.fuzz.{kind}").fuzzers()
-    database = DirectoryBasedExampleDatabase(ROOT / ".hypothesis" / "examples")
+    kept = ROOT / ".hypothesis" / "fuzz"  # a folder each: all have the same function's key
     failures: dict[str, list[str]] = {fuzzer.name: [] for fuzzer in fuzzers}
     started, turn = time.monotonic(), 0
     each = -(-cases // len(fuzzers))
@@ -63,6 +63,7 @@ def fuzz(kind: str, cases: int, minutes: float, seed: int) -> dict[str, Any]:
             if over():
                 break
             try:
+                database = DirectoryBasedExampleDatabase(kept / fuzzer.name)
                 fuzzer.run(min(TURN, each - fuzzer.seen), seed + turn, database=database)
             except Exception as error:
                 failures[fuzzer.name] += failures_of(error)

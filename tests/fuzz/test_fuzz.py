@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import Phase
+from hypothesis import strategies as st
+from hypothesis.database import DirectoryBasedExampleDatabase
 
 from opsmith.operator import Operator, registry
 from tests.fuzz import files, models, operators, states
@@ -42,6 +44,21 @@ def test_optimized_models_compute_what_they_did() -> None:
 @of(files.fuzzers())
 def test_any_file_is_read_or_refused(fuzzer: Fuzzer) -> None:
     fuzzer.run(80)
+
+
+def test_what_failed_is_tried_first_the_next_time(tmp_path: Path) -> None:
+    tried: list[int] = []
+
+    def check(case: int) -> None:
+        tried.append(case)
+        assert case < 1000
+
+    fuzzer = Fuzzer("integers", st.integers(), check)
+    for seed in (1, 2):
+        tried.clear()
+        with pytest.raises(AssertionError):
+            fuzzer.run(200, seed, database=DirectoryBasedExampleDatabase(tmp_path))
+    assert tried[0] == 1000
 
 
 def elsewhere(fn: Callable[..., Any]) -> Callable[..., Any]:

@@ -155,7 +155,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
         "F.linear({a}, self.m + self.m.t())",
     ),
     "attention": (
-        "merged(F.scaled_dot_product_attention(heads({a}), heads({b}), heads({c}), is_causal={causal}, scale={scale}))",
+        "merged(F.scaled_dot_product_attention(heads({a}), heads({b}), heads({c}), is_causal={causal}, scale={above}))",
         "merged(torch.softmax(heads({a}) @ heads({b}).mT * {scale}, dim={score_dim}) @ heads({c}))",
         "merged((heads({a}) @ heads({b}).mT / {divisor}).masked_fill({keep}, {fill}).softmax(-1) @ heads({c}))",
         "merged((heads({a}) @ heads({b}).mT * {scale} {join} {keep}).softmax({score_dim}) @ heads({c}))",
@@ -202,6 +202,8 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "cubic": ("0.044715", "0.0447", "0.05"),
     "act": ("F.gelu", "F.silu", "F.relu", "torch.tanh"),
     "scale": ("DIM ** -0.5", "0.5", "1.0", "-0.25"),
+    # Below that PyTorch's own kernel multiplies what the causal rule hides, -infinity, and gives NaN.
+    "above": ("DIM ** -0.5", "0.5", "1.0"),
     "divisor": ("math.sqrt(DIM)", "4.0", "math.sqrt(N)"),
     "causal": ("False", "True"),
     "score_dim": ("-1", "-2"),

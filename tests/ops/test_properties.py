@@ -189,7 +189,7 @@ def gradients_of(fn: Callable[..., Any], sample: Sample) -> list[torch.Tensor]:
     if not outputs or not leaves:
         return []
     seeds = [(torch.arange(t.numel()) % 17 - 8).view(t.shape).to(t.dtype) / 8 for t in outputs]
-    return list(tensors_of(torch.autograd.grad(outputs, leaves, seeds, allow_unused=True)))
+    return list(tensors_of(torch.autograd.grad(outputs, leaves, seeds, materialize_grads=True)))
 
 
 Run = Callable[[Callable[..., Any], Sample], list[torch.Tensor]]
@@ -230,9 +230,10 @@ def check(card: Operator, sample: Sample, run: Run) -> None:
     """Hold the public function to the card on this call, and the call's inputs to what they were.
 
     The policy compares two largest errors. Over thousands of numbers each is what it always is; over a handful
-    eager's may be zero by luck, and twice nothing is no bound. So a call that misses is repeated with eight more that
-    differ from it by a percent, and all nine are judged as one call of nine times the size: both sides get the same
-    draws, and the same largest magnitude counts, so what is less accurate than the policy allows gains nothing.
+    eager's may be zero by luck, and twice nothing is no bound. So a call that misses is repeated with more that differ
+    from it by a percent, eight and then sixty-four, and all are judged as one call of so many times the size: both
+    sides get the same draws, and the same largest magnitude counts, so what is less accurate than the policy allows
+    gains nothing.
     """
     before = [t.detach().clone() for t in tensors(sample)]
     found = results(card, sample, run)
@@ -242,13 +243,17 @@ def check(card: Operator, sample: Sample, run: Run) -> None:
         torch.testing.assert_close(
             new.detach(), old, rtol=0, atol=0, equal_nan=True, msg="an input has changed"
         )
-    try:
-        hold(card, *found, describe(sample))
-    except AssertionError:
-        generator = torch.Generator().manual_seed(0)
-        near = [mapped(sample, functools.partial(jitter, generator=generator)) for _ in range(8)]
-        more = [r for r in (results(card, call, run) for call in near) if r is not None]
-        hold(card, *together([found, *more]), f"{describe(sample)}, with its neighbors")
+    generator = torch.Generator().manual_seed(0)
+    judged, what = [found], describe(sample)
+    for neighbors in (8, 64, 0):
+        try:
+            return hold(card, *together(judged), what)
+        except AssertionError:
+            if not neighbors:
+                raise
+        near = [mapped(sample, functools.partial(jitter, generator=generator)) for _ in range(neighbors)]
+        judged += [r for r in (results(card, call, run) for call in near) if r is not None]
+        what = f"{describe(sample)}, with {len(judged) - 1} neighbors"
 
 
 @by_card

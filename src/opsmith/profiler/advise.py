@@ -103,7 +103,9 @@ def float32(profile: Profile, phase: Phase, roofs: Roofs) -> Iterator[Said]:
 @rule("copies in a loop")
 def copies_in_a_loop(profile: Profile, phase: Phase, roofs: Roofs) -> Iterator[Said]:
     """The same copy, made again and again."""
-    rows = [r for r in phase.rows if r.kind == COPIES and r.calls >= REPEATED and _copies(r)]
+    copies = {"clone", "contiguous", "copy", "_to_copy"}
+    often = (r for r in phase.rows if r.kind == COPIES and r.calls >= REPEATED)
+    rows = [r for r in often if copies & {*map(bare, r.pieces)}]
     if rows:
         first = max(rows, key=lambda r: r.seconds)
         yield (
@@ -197,10 +199,6 @@ _PER_HEAD = {"matmul", "bmm", "baddbmm", "softmax", "_softmax"}
 def _sizes(row: Row) -> list[tuple[int, ...]]:
     """The shapes that a row names, in order."""
     return [tuple(map(int, found.split("×"))) for found in re.findall(r"\d+(?:×\d+)+", row.shape)]
-
-
-def _copies(row: Row) -> bool:
-    return bool({bare(p) for p in row.pieces} & {"clone", "contiguous", "copy", "_to_copy"})
 
 
 def _where(row: Row) -> str:

@@ -216,11 +216,6 @@ def _index_select(i: Inputs) -> Cost:
     return Cost(0.0, 2 * nbytes(i[0]) * i[2].numel() // max(i[0].shape[i[1]], 1))
 
 
-def _nll_loss(i: Inputs) -> Cost:
-    """One logit for each target, and the target."""
-    return Cost(float(i[1].numel()), float(i[1].numel() * (i[0].itemsize + i[1].itemsize)))
-
-
 def _made(i: Inputs) -> Cost:
     """What has no tensor to look at costs what it makes, which the event does not tell: next to nothing."""
     return Cost(0.0, nbytes(*tensors(i[:1])))
@@ -285,7 +280,9 @@ _TABLE: dict[str, dict[str, Formula | None]] = {
     },
     data.LOSS: {
         "cross_entropy_loss nll_loss nll_loss_nd": lambda i: Cost(float(i[0].numel()), nbytes(i[0], i[1])),
-        "nll_loss_forward": _nll_loss,
+        "nll_loss_forward": lambda i: Cost(
+            float(i[1].numel()), float(i[1].numel() * (i[0].itemsize + i[1].itemsize))
+        ),
         "nll_loss_backward": lambda i: Cost(0.0, nbytes(i[1])),
         "mse_loss l1_loss uniform normal exponential bernoulli random": _elementwise,
         "argmax argmin topk sort argsort multinomial": _reduction,

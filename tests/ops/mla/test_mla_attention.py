@@ -173,3 +173,16 @@ def test_a_joint_cache_must_know_how_its_rows_divide() -> None:
         mla_attention(torch.zeros(1, 2, 48), None, cache, **call)
     cache.kv_lora = 32
     assert mla_attention(torch.zeros(1, 2, 48), None, cache, **call).shape == (1, 2, 32)
+
+
+@pytest.mark.parametrize("lens", [[9, 30], [700, 0]])
+def test_scores_of_minus_infinity_are_not_zeros(lens: list[int]) -> None:
+    cache, _, tables = filled("split", lens, 16)
+    q, q_rope = torch.randn(2, 3, 32), torch.randn(2, 3, 16)
+    cache.latent.copy_(cache.latent.nan_to_num(0.0).abs() + 1)
+    q[0, 1] = -torch.inf
+    out = mla_attention(q, q_rope, cache, tables, torch.tensor(lens), scale=0.3)
+    assert out[0, 1].isnan().all()
+    assert out[0, [0, 2]].isfinite().all()
+    assert out[1].isfinite().all()
+    assert (out[1] == 0).all() == (lens[1] == 0)

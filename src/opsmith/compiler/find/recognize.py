@@ -87,7 +87,7 @@ class _Finder:
         self.cards = {card.name: card for card in cards}
         self.effects = effects(graph)
         self.opaque = self.effects.opaque()
-        cards = sorted(cards, key=_is_ours)
+        cards = sorted(cards, key=lambda c: getattr(c.reference, "__module__", "").startswith("opsmith."))
         templates = [Template.trace(self.space, card, p) for card in cards for p in card.patterns]
         # The richest pattern first: attention before softmax, an affine norm before a plain one. Of two alike, that of
         # an operator that somebody has added to ours.
@@ -335,10 +335,6 @@ def _is_written_out(root: Node, reading: Reading) -> bool:
     """True where enough calls stand between the input and the root to be an operator that came out otherwise."""
     whole = reading.template.cut is None
     return whole or len(between(root, reading.cut[:1], MIN_COMPOSITE)) >= MIN_COMPOSITE
-
-
-def _is_ours(card: Operator) -> bool:
-    return str(getattr(card.reference, "__module__", "")).startswith("opsmith.")
 
 
 def _size(term: Poly) -> int:

@@ -357,6 +357,13 @@ def _workloads(make: Make) -> Iterator[Sample]:
 
 
 _PACKED = _Packed(PACKED, experts, packed_definition)
+
+
+def _promised(x: Any, gate_up: Any, down: Any, ids: Any, weights: torch.Tensor, **more: Any) -> bool:
+    """An infinite weight of a token is infinity or NaN, as it is multiplied after the sums or before."""
+    return bool(weights.isfinite().all())
+
+
 CARD = _CALL.card(
     kind=Kind.MATMUL,
     cost=_cost,
@@ -365,6 +372,7 @@ CARD = _CALL.card(
     # No model writes this as plain PyTorch without a loop: modules of transformers are handed over whole.
     entries={"experts_backward": _entry},
     gradient=GradientCost(flops=2.5, bytes=3.0),
+    domain=_promised,
     schemas=(*SIGNATURE.schemas(), *PACKED.schemas()),
     source="Shazeer et al., 2017; Gale et al., 2023",
 )

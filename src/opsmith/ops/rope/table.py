@@ -121,10 +121,6 @@ def _powers(dim: int, theta: float) -> torch.Tensor:
     return theta ** -(torch.arange(0, dim, 2, dtype=torch.float64, device="cpu") / dim)
 
 
-def _default(dim: int, length: int, theta: float, given: _Parameters) -> tuple[torch.Tensor, float]:
-    return _powers(dim, theta), 1.0
-
-
 def _linear(dim: int, length: int, theta: float, given: _Parameters) -> tuple[torch.Tensor, float]:
     return _powers(dim, theta) / given.number("factor"), 1.0
 
@@ -205,7 +201,7 @@ def _longrope(dim: int, length: int, theta: float, given: _Parameters) -> tuple[
 
 
 _SCALINGS: dict[str, Callable[[int, int, float, _Parameters], tuple[torch.Tensor, float]]] = {
-    "default": _default,
+    "default": lambda dim, length, theta, given: (_powers(dim, theta), 1.0),
     "linear": _linear,
     "dynamic": _dynamic,
     "yarn": _yarn,

@@ -29,7 +29,7 @@ def page(profile: Findings) -> str:
         "by_shape": by_shape,
         "cells": cells,
         "detail": _detail,
-        "hottest_of": _hottest,
+        "hottest_of": lambda layers: max((max(t.values()) for t in layers.values() if t), default=0.0) or 1.0,
         "layer_times": layer_times,
         "per_token": per_token,
         "roofline": _roofline,
@@ -54,10 +54,6 @@ def _detail(row: Row) -> str:
     if row.source:
         why.append(f"from {row.source}")
     return "; ".join(why)
-
-
-def _hottest(layers: dict[str, dict[str, float]]) -> float:
-    return max((t for times in layers.values() for t in times.values()), default=0.0) or 1.0
 
 
 def _timeline(phase: Phase) -> dict[str, Any]:

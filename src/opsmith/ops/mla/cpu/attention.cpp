@@ -96,6 +96,11 @@ class Attention {
   int64_t sees(const Group& g, int64_t r) const {
     return id_at(c_.lens, g.sequence * c_.lens.strides[0]) - each_ + (g.row + r) / heads_;
   }
+  // What a row's sums are multiplied by. NaN stays, and is there where all scores are -infinity.
+  float share_of(const Group& g, int64_t r, float total) const {
+    if (total > 0) return c_.ctkv_scale / total;
+    return sees(g, r) < 0 ? 0.0f : std::numeric_limits<float>::quiet_NaN();
+  }
   bool found_any() const {
     return std::any_of(groups_.begin(), groups_.end(), [](const Group& g) { return g.most_parts > 1; });
   }
@@ -231,7 +236,7 @@ class Attention {
       } else {
         const int64_t row = g.row + r, t = g.sequence * each_ + row / heads_;
         T* to = c_.latent_out.as<T>() + (t * heads_ + row % heads_) * latent_;
-        const float scale = m.total[r] > 0 ? c_.ctkv_scale / m.total[r] : m.total[r];  // NaN stays
+        const float scale = share_of(g, r, m.total[r]);
         for_lanes(latent_, [&](int64_t i, auto l) { store(to + i, load(sums + i, l) * scale, l); });
       }
     }
@@ -363,7 +368,7 @@ class Attention {
       share[i] = most == kNone ? 0.0f : std::exp2(found(i)[width_] - most);
       total += share[i] * found(i)[width_ + 1];
     }
-    const float scale = total > 0 ? c_.ctkv_scale / total : total;
+    const float scale = share_of(g, row, total);
     for_lanes(latent_, [&](int64_t k, auto l) {
       Vec sum{};
       for (int64_t i = 0; i < count; ++i) sum = fma(load(found(i) + k, l), splat(share[i]), sum);

@@ -178,9 +178,10 @@ def load(folder: Path, config: Any, dtype: torch.dtype) -> nn.Module:
             packed.bias = _float(files, f"{path}.bias", module.bias, dtype)
         put(model, path, packed)
     done: dict[int, nn.Parameter] = {}
+    names = {module: f"{path}.weight" for path, module in model.named_modules()}
     for path, parameter in list(model.named_parameters(remove_duplicate=False)):
         tied = path == "lm_head.weight" and config.get_text_config().tie_word_embeddings
-        name = path if path in files.file or not tied else _name_of(model, model.get_input_embeddings())
+        name = path if path in files.file or not tied else names[model.get_input_embeddings()]
         name = other if (other := as_mixtral(name)) in files.file else name
         if id(parameter) not in done:
             value = _float(files, name, parameter, dtype)
@@ -215,7 +216,3 @@ def _float(files: _Files, name: str, wanted: torch.Tensor, dtype: torch.dtype) -
         got = "has no tensor" if found is None else f"has {list(found.shape)} {found.dtype}"
         raise CheckpointError(f"{files.folder} does not load: it {got} for {name} {list(wanted.shape)}")
     return found.to(dtype)
-
-
-def _name_of(model: nn.Module, module: nn.Module) -> str:
-    return next(f"{path}.weight" for path, one in model.named_modules() if one is module)

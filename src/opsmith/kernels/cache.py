@@ -173,7 +173,8 @@ def configured() -> Store:
 
 def fallback() -> Store:
     """The store under the system's temporary folder, for a cache folder that cannot be written."""
-    return Store(Path(tempfile.gettempdir()) / f"opsmith-{_user()}" / "kernels")
+    user = os.getuid() if hasattr(os, "getuid") else 0
+    return Store(Path(tempfile.gettempdir()) / f"opsmith-{user}" / "kernels")
 
 
 @functools.cache  # asked for each library
@@ -216,10 +217,6 @@ def writable() -> Store:
             stacklevel=2,
         )
         return second
-
-
-def _user() -> int:
-    return os.getuid() if hasattr(os, "getuid") else 0
 
 
 def _manifest(path: Path) -> Path:

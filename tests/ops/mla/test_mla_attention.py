@@ -186,3 +186,12 @@ def test_scores_of_minus_infinity_are_not_zeros(lens: list[int]) -> None:
     assert out[0, [0, 2]].isfinite().all()
     assert out[1].isfinite().all()
     assert (out[1] == 0).all() == (lens[1] == 0)
+
+
+def test_a_cache_of_rank_zero_gives_zeros() -> None:
+    cache, _, tables = filled("split", [9, 30], 16, kv_lora=0)
+    q, q_rope, wuv = torch.randn(2, 3, 0), torch.randn(2, 3, 16), torch.randn(3, 10, 0)
+    for _ in range(20):  # what is not written shows as what memory held
+        out = mla_attention(q, q_rope, cache, tables, torch.tensor([9, 30]), scale=0.3, wuv=wuv)
+        assert torch.equal(out, torch.zeros(2, 3, 10))
+        out.fill_(7.0)

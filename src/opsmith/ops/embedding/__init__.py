@@ -74,11 +74,15 @@ def embedding(
         try:
             n = ids.numel()
             learns = torch.is_grad_enabled() and table.requires_grad
+            # A node in C++ adds up gradients of these dtypes, in memory that need not come from the system.
             if (
                 padding_idx is None
                 and n <= _AT_ONCE
                 and table.is_contiguous()
-                and not (learns and (sparse_grad or not _adds_rows(table)))
+                and not (
+                    learns
+                    and (sparse_grad or table.dtype not in NATIVE_DTYPES or table.nbytes >= _FROM_SYSTEM)
+                )
             ):
                 return _CALL.fast.call(ids, table, None, False, None)  # type: ignore[no-any-return]
             if (
@@ -105,11 +109,6 @@ def definition(
         if not torch.compiler.is_compiling():
             raise_bad_id("embedding", ids, table.shape[0])
         raise
-
-
-def _adds_rows(table: torch.Tensor) -> bool:
-    """Whether a node calls the kernel of the gradient for this table, in memory that need not come from the system."""
-    return table.dtype in NATIVE_DTYPES and table.nbytes < _FROM_SYSTEM
 
 
 def check_ids(op: str, ids: Any, table: Any, name: str = "ids") -> None:

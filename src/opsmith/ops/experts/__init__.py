@@ -360,8 +360,8 @@ _PACKED = _Packed(PACKED, experts, packed_definition)
 
 
 def _promised(x: Any, gate_up: Any, down: Any, ids: Any, weights: torch.Tensor, **more: Any) -> bool:
-    """An infinite weight of a token is infinity or NaN, as it is multiplied after the sums or before."""
-    return bool(weights.isfinite().all())
+    """Not infinite weights of tokens, multiplied before sums or after; nor the NaN of tokens sent to nobody."""
+    return bool(weights.isfinite().all()) and (ids.numel() > 0 or bool(x.isfinite().all()))
 
 
 CARD = _CALL.card(

@@ -110,6 +110,8 @@ struct Steps {
 
 inline Bytes small_floats(IVec word) { return bytes_of(double_floats(word & 0x0f0f0f0f)); }
 
+constexpr int32_t kMiddle = 16;  // of the five bits that are kept in a byte
+
 struct Tile {
   const Digit* digits;
   const float* factor;  // [row][block]
@@ -216,7 +218,7 @@ __attribute__((noinline)) void multiply(const Tile& t) {
     Vec scale[NV];
 #pragma GCC unroll 4
     for (int n = 0; n < NV; ++n) scale[n] = steps.of(n * W, t.columns - n * W);
-    if (t.least) {  // nibbles were multiplied around their middle, where sums are smaller
+    if (t.least) {  // numbers were multiplied around their middle, where sums are smaller
 #pragma GCC unroll 4
       for (int n = 0; n < NV; ++n) {
         const Vec offset = scale[n] * t.around - steps.least(n * W, t.columns - n * W);
@@ -284,7 +286,10 @@ struct Digits {
     const int64_t m = x.rows, threads = num_threads();
     // What sums begin with takes the weights' zero away: they are stored as unsigned numbers.
     const bool nibbles = of.weight.bits == 4 && !of.weight.small_floats();
-    const int32_t middle = of.weight.from_zero() ? -1 : nibbles ? -8 : kTaken - 128;
+    const int32_t taken = kTaken - 128 - (of.weight.from_least() ? kMiddle : 0),
+                  middle = of.weight.from_zero() ? -1
+                           : nibbles             ? -8
+                                                 : taken;
     start.reset(new int32_t[size_t(m * x.blocks * halves(D))]);
     for (int64_t i = 0; i < m * x.blocks * halves(D); ++i) start[size_t(i)] = middle * x.sum[size_t(i)];
     if (of.weight.from_least()) {
@@ -343,7 +348,7 @@ void products(const std::vector<Digits<D>>& all) {
         t.weight = panel + k * width * p.bits / 8;
         t.pitch = 4 * width;
         t.columns = columns;
-        t.around = nibbles ? 8.0f : 0.0f;
+        t.around = nibbles ? 8.0f : float(kMiddle);
         t.first = k == 0;
         t.ask = ask;
         t.floats = p.small_floats();

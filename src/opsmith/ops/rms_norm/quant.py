@@ -184,8 +184,9 @@ def _workloads(make: Make) -> Iterator[Sample]:
 
 def _promised(x: torch.Tensor, *given: Any, scale: Any = None, **more: Any) -> bool:
     tensors = (t for t in (x, *given, scale, *more.values()) if isinstance(t, torch.Tensor))
-    if not all(bool(t.isfinite().all()) for t in tensors) or scale is not None:
-        return scale is not None and float(scale) != 0.0
+    finite = all(bool(t.isfinite().all()) for t in tensors)
+    if not finite or scale is not None:
+        return finite and float(scale) != 0.0
     # Of a row that is next to nothing float32 knows no steps.
     steps = CARD.reference(x.double(), *given, **more)[1]
     return bool(((steps == 0) | (steps > torch.finfo(torch.float32).tiny)).all())

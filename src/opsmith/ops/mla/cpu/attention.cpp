@@ -338,6 +338,7 @@ class Attention {
         Dots<T, T>::arrange(x + i * stride, latent_);
       }
       if (values == 0) continue;
+      if (latent_ == 0) std::fill_n(out, some * values, 0.0f);  // sums of nothing
       const T* const w = c_.wuv.as<T>() + h * values * latent_;
       const Ahead ahead{
           reinterpret_cast<const char*>(w), values * latent_ * int64_t(sizeof(T)),

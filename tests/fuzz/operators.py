@@ -243,9 +243,20 @@ def judge(card: Operator, case: Case) -> None:
     try:
         check(card, case.sample, run)
     except AssertionError:
+        if case.what != "gradients" and card.kind is Kind.MATMUL and overflows(card, case.sample):
+            return
         if card.kind not in (Kind.ACTIVATION, Kind.LOSS):
             raise
         check(card, case.sample, above_float64(run))
+
+
+def overflows(card: Operator, sample: Sample) -> bool:
+    """Whether the largest results, by which errors are judged, are no numbers of the dtype."""
+    exact, limit = (
+        values_of(card.reference, sample.cast(torch.float64)),
+        torch.finfo(sample.args[0].dtype).max,
+    )
+    return any(bool((t.abs() > limit).any()) for t in exact)
 
 
 def above_float64(run: Run) -> Run:

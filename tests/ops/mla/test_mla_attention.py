@@ -195,3 +195,13 @@ def test_a_cache_of_rank_zero_gives_zeros() -> None:
         out = mla_attention(q, q_rope, cache, tables, torch.tensor([9, 30]), scale=0.3, wuv=wuv)
         assert torch.equal(out, torch.zeros(2, 3, 10))
         out.fill_(7.0)
+
+
+def test_gradients_of_no_heads_are_empty() -> None:
+    cache, _, tables = filled("split", [9, 30], 16)
+    q, q_rope = torch.randn(2, 0, 32, requires_grad=True), torch.randn(2, 0, 16, requires_grad=True)
+    wuv = torch.randn(0, 10, 32, requires_grad=True)
+    out = mla_attention(q, q_rope, cache, tables, torch.tensor([9, 30]), scale=0.3, wuv=wuv)
+    assert out.shape == (2, 0, 10)
+    (grad,) = torch.autograd.grad(out.sum(), wuv)
+    assert grad.shape == wuv.shape

@@ -134,7 +134,7 @@ def define(
     (tokens, heads, kv_lora), device = q_nope.shape, q_nope.device
     sequences, pages = block_tables.shape
     each = tokens // sequences if sequences else 0
-    if not tokens or not cache.blocks or not pages:
+    if not q_nope.numel() or not cache.blocks or not pages:
         latent = q_rope.new_zeros((tokens, heads, kv_lora))
     else:
         size = cache.block_size

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import geometric_mean
 from typing import TYPE_CHECKING, Annotated, Any
@@ -128,8 +128,7 @@ def run(
         except WrongResult as wrong:
             output.console.print(f"{wrong}\n", style="red", markup=False)
             faults.append(str(wrong))
-        left = dict.fromkeys(card.name for card, _ in work[done + 1 :])
-        output.keep(_as_json(results, faults, left))
+        output.keep(_as_json(results, faults, [card.name for card, _ in work[done + 1 :]]))
     if len(results) > 1:
         _summarize(output.console, results)
     if roofline is not None:
@@ -164,7 +163,7 @@ def _projects(
     return found, unfit
 
 
-def _as_json(results: list[Benchmark], faults: list[str], left: Iterable[str] = ()) -> dict[str, Any]:
+def _as_json(results: list[Benchmark], faults: list[str], left: Sequence[str] = ()) -> dict[str, Any]:
     """Machine, versions and commit once, then every benchmark with all its samples; `left` was not done yet."""
     import datetime
     from importlib import metadata
@@ -183,7 +182,7 @@ def _as_json(results: list[Benchmark], faults: list[str], left: Iterable[str] = 
             del column["machine"]  # the same everywhere
     return {
         "ok": not faults and not left,
-        "left": list(left),
+        "left": list(dict.fromkeys(left)),
         "faults": faults,
         "taken": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "commit": machine["commit"],

@@ -75,7 +75,8 @@ def entry_cost(
 def promised(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: Any, **options: Any) -> bool:
     """What a mask or a score of -infinity hides is not looked at; in the reference its NaN or infinity shows."""
     hides = options.get("causal") or any(options.get(name) is not None for name in ("mask", "window"))
-    return not (hides or bool(q.isinf().any())) or all(bool(t.isfinite().all()) for t in (k, v))
+    hides = hides or bool(q.isinf().any() or k.isinf().any())
+    return not hides or all(bool(t.isfinite().all()) for t in (k, v))
 
 
 def at_least_float32(t: torch.Tensor) -> torch.Tensor:

@@ -177,7 +177,7 @@ def _operators() -> str:
 _SHOWN = {
     ("layer_norm", "4096x4096"): "operators-bfloat16-2026-11-28-amd-epyc-family-26",
     ("rope", "1x32x512x128"): "operators-bfloat16-2026-11-28-amd-epyc-family-26",
-    ("attention", "1x12x2048x64 causal"): "attention-bfloat16-2026-11-22-b-amd-epyc-family-25-model-17",
+    ("attention", "1x12x2048x64 causal"): "operators-bfloat16-2026-11-28-amd-epyc-family-26",
     ("mla_preprocess", "V3, 1 token"): "operators-bfloat16-2026-11-28-amd-epyc-family-26",
 }
 _GEMMA = "bench-llm-gemma-2026-11-27-amd-epyc-family-26"

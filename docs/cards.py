@@ -11,6 +11,7 @@ import functools
 import inspect
 import io
 import json
+import subprocess
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -164,7 +165,8 @@ def measured(card: Operator) -> Iterator[str]:
         bases = list(dict.fromkeys(base for *_, ratios in rows for base in ratios))
         files = "; ".join(
             dict.fromkeys(
-                f"{run['taken'][:10]}, torch {run['versions']['torch']}, commit {run['commit']}, {stem}.json"
+                f"{run['taken'][:10]}, torch {run['versions']['torch']}, commit {run['commit']}"
+                f"{since(run['commit'], Path(inspect.getfile(card.function)).parent)}, {stem}.json"
                 for stem, run, _ in found
             )
         )
@@ -184,6 +186,20 @@ def measured(card: Operator) -> Iterator[str]:
                 for *cells, part, ratios in rows
             ],
         )
+
+
+@functools.cache
+def since(commit: str, folder: Path) -> str:
+    """How often an operator's folder has changed since; nothing where git knows no such commit."""
+    counted = subprocess.run(
+        ("git", "rev-list", "--count", f"{commit}..HEAD", "--", "."),
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    times = int(counted.stdout) if counted.returncode == 0 else 0
+    return f", since which its folder has changed {times} time{'s' * (times > 1)}" if times else ""
 
 
 Measured = tuple[str, dict[str, Any], dict[str, Any]]

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import subprocess
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -40,6 +41,22 @@ def test_a_page_ends_with_its_cards(cards: ModuleType, name: str) -> None:
     assert "plus 1 unit in the last place" in text or card.tolerance.ulps != 1
     if card.workloads is not None:
         assert "MB read and written" in text
+
+
+def test_a_result_says_how_often_its_operator_has_changed(cards: ModuleType, tmp_path: Path) -> None:
+    git = ("git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b")
+    subprocess.run([*git, "init", "-q"], check=True)
+    for place in ("gelu", "gelu", "softmax", "gelu"):
+        file = tmp_path / place / "kernel.cpp"
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(file.read_text() + "1" if file.exists() else "1")
+        subprocess.run([*git, "add", "."], check=True)
+        subprocess.run([*git, "commit", "-qm", place], check=True)
+    assert cards.since("HEAD", tmp_path / "gelu") == ""
+    assert cards.since("HEAD~1", tmp_path / "gelu") == ", since which its folder has changed 1 time"
+    assert cards.since("HEAD~3", tmp_path / "gelu") == ", since which its folder has changed 2 times"
+    assert cards.since("HEAD~3", tmp_path / "softmax") == ", since which its folder has changed 1 time"
+    assert cards.since("0123456789ab", tmp_path / "gelu") == ""
 
 
 def test_the_cards_stand_where_a_page_wants_them(cards: ModuleType) -> None:

@@ -87,9 +87,7 @@ class _Finder:
         self.cards = {card.name: card for card in cards}
         self.effects = effects(graph)
         self.opaque = self.effects.opaque()
-        cards = sorted(
-            cards, key=lambda c: str(getattr(c.reference, "__module__", "")).startswith("opsmith.")
-        )
+        cards = sorted(cards, key=lambda c: str(getattr(c.reference, "__module__", ""))[:8] == "opsmith.")
         templates = [Template.trace(self.space, card, p) for card in cards for p in card.patterns]
         # The richest pattern first: attention before softmax, an affine norm before a plain one. Of two alike, that of
         # an operator that somebody has added to ours.

@@ -69,8 +69,7 @@ def run(
     Contestants run interleaved, beside probes of what memory and matmul reach at that moment: roof is the
     part of it that was reached. Float32 and bfloat16, where the operator takes them, unless --dtype says otherwise.
 
-    The file of --json is written after each operator, so that a run that is stopped has what it did; `left` names the
-    others.
+    The file of --json is written after each operator, for runs that are stopped; `left` names those to come.
 
     Example: opsmith bench softmax --dtype bfloat16
     Example: opsmith bench rms_norm --shape "x=float32[1,128,512] weight=float32[512]"

@@ -187,8 +187,7 @@ def _promised(x: torch.Tensor, *given: Any, scale: Any = None, **more: Any) -> b
     finite = all(bool(t.isfinite().all()) for t in tensors)
     if not finite or scale is not None:
         return finite and float(scale) != 0.0
-    # Of a row that is next to nothing float32 knows no steps.
-    steps = CARD.reference(x.double(), *given, **more)[1]
+    steps = CARD.reference(x.double(), *given, **more)[1]  # which float32 lacks for rows next to nothing
     return bool(((steps == 0) | (steps > torch.finfo(torch.float32).tiny)).all())
 
 

@@ -17,7 +17,8 @@ float row_scale(const T* x, int64_t n, const float* gamma, const float* beta, fl
   });
   const float largest = reduce_max(most);
   if (!gamma) return largest / 127.0f;
-  int64_t at = 0;
+  int64_t at = 0;  // looked for a vector at a time
+  while (at + W <= n && !any(abs(load(y + at)) >= splat(largest))) at += W;
   while (at < n && !(std::fabs(y[at]) >= largest)) ++at;
   if (at == n) return largest / 127.0f;
   double value = double(to_float(x[at])) /

@@ -257,3 +257,13 @@ def test_a_row_with_nan_or_infinity_keeps_to_itself() -> None:
     y = linear(x, weight)
     assert bool(y[0].isnan().all())
     assert y[1].tolist() == [70, 70, 70, torch.inf, 70, 70, 70, 70, 70]
+
+
+def test_gradients_of_inputs_in_float32_are_as_exact_as_eagers() -> None:
+    torch.manual_seed(0)
+    x, weight = torch.randn(512, 384, requires_grad=True), torch.randn(1536, 384) / 384**0.5
+    dy = torch.randn(512, 1536)
+    (dx,) = torch.autograd.grad(linear(x, weight), x, dy)
+    exact = dy.double() @ weight.double()
+    errors = [float((t.double() - exact).abs().max()) for t in (dx, dy @ weight)]
+    assert errors[0] <= 2 * errors[1]

@@ -174,34 +174,35 @@ def _operators() -> str:
     return "\n\n".join(parts)
 
 
-_SHOWN = {
-    ("layer_norm", "4096x4096"): "operators-bfloat16-2026-11-28-amd-epyc-family-26",
-    ("rope", "1x32x512x128"): "operators-bfloat16-2026-11-28-amd-epyc-family-26",
-    ("attention", "1x12x2048x64 causal"): "operators-bfloat16-2026-11-28-amd-epyc-family-26",
-    ("mla_preprocess", "V3, 1 token"): "operators-bfloat16-2026-11-28-amd-epyc-family-26",
-}
+_SHOWN = (
+    ("layer_norm", "4096x4096"),
+    ("rope", "1x32x512x128"),
+    ("attention", "1x12x2048x64 causal"),
+    ("mla_preprocess", "V3, 1 token"),
+)
+_OPERATORS = "operators-bfloat16-2026-11-28-amd-epyc-family-26"
 _GEMMA = "bench-llm-gemma-2026-11-27-amd-epyc-family-26"
 
 
 @region
 def _readme() -> str:
     rows = []
-    for (name, workload), stem in _SHOWN.items():
+    for name, workload in _SHOWN:
         found = next(
             b
-            for b in read(stem)["benchmarks"]
+            for b in read(_OPERATORS)["benchmarks"]
             if (b["operator"], b["workload"], b["direction"]) == (name, workload, "forward")
         )
         _, took, roof, over, _ = cells(found)
         made = f"`opsmith bench {name} --dtype bfloat16`"
-        rows.append((f"{name}, {workload}, bfloat16", took, roof, over, _linked(stem), made))
+        rows.append((f"{name}, {workload}, bfloat16", took, roof, over, _linked(_OPERATORS), made))
     int8 = read(_GEMMA)["cells"][0]["contestants"]["int8"]
     took, over = f"{int8['tokens_per_second']:.3g} tokens/s", times(int8["ratios"]["hf"]["token"])
     made = "`opsmith bench-llm gemma --dtype bfloat16 --format int8`"
     rows.append(
         ("Gemma 3 270M writes, int8 weights", took, part(int8["of_read_roof"]), over, _linked(_GEMMA), made)
     )
-    where = {facts(stem)[1:3] for stem in (*_SHOWN.values(), _GEMMA)}
+    where = {facts(stem)[1:3] for stem in (_OPERATORS, _GEMMA)}
     named = "; ".join(f"{machine}, torch {torch}" for machine, torch in sorted(where))
     return f"{named}:\n\n{table(('', 'opsmith', 'of the roof', 'over eager', 'file', 'again, by'), rows)}"
 

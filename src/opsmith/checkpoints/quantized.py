@@ -59,6 +59,10 @@ def _fp8(parts: Parts, how: dict[str, Any]) -> PackedLinear:
     return PackedLinear.from_float8(parts["weight"], parts["weight_scale_inv"].float())
 
 
+def _mxfp4(parts: Parts, how: dict[str, Any]) -> PackedLinear:
+    return PackedLinear.from_float4(parts["blocks"].flatten(1), parts["scales"])
+
+
 def _grouped(bits: Any, group: Any) -> int:
     if bits != 4:
         raise ValueError(f"it has {bits} bits, where 4 are known")
@@ -71,11 +75,7 @@ _METHODS: dict[
     "gptq": (_gptq, ("qweight", "qzeros", "scales", "g_idx"), "qweight"),
     "awq": (_awq, ("qweight", "qzeros", "scales"), "qweight"),
     "fp8": (_fp8, ("weight", "weight_scale_inv"), "weight_scale_inv"),
-    "mxfp4": (
-        lambda parts, how: PackedLinear.from_float4(parts["blocks"].flatten(1), parts["scales"]),
-        ("blocks", "scales"),
-        "blocks",
-    ),
+    "mxfp4": (_mxfp4, ("blocks", "scales"), "blocks"),
     "compressed-tensors": (compressed.read, compressed.ENDS, "weight_scale"),
 }
 

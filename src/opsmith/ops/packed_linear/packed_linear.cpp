@@ -286,10 +286,8 @@ struct Digits {
     const int64_t m = x.rows, threads = num_threads();
     // What sums begin with takes the weights' zero away: they are stored as unsigned numbers.
     const bool nibbles = of.weight.bits == 4 && !of.weight.small_floats();
-    const int32_t taken = kTaken - 128 - (of.weight.from_least() ? kMiddle : 0),
-                  middle = of.weight.from_zero() ? -1
-                           : nibbles             ? -8
-                                                 : taken;
+    const int32_t bytes = kTaken - 128 - kMiddle * of.weight.from_least();
+    const int32_t middle = of.weight.from_zero() ? -1 : nibbles ? -8 : bytes;
     start.reset(new int32_t[size_t(m * x.blocks * halves(D))]);
     for (int64_t i = 0; i < m * x.blocks * halves(D); ++i) start[size_t(i)] = middle * x.sum[size_t(i)];
     if (of.weight.from_least()) {

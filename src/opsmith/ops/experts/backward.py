@@ -75,10 +75,10 @@ def experts_backward(
 def _product(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, y: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """x [m, k] times a weight [n, k], into y: by our kernel where PyTorch would emulate the dtype."""
+    """x [m, k] times a weight [n, k], into y: by our kernel but where PyTorch's has a unit, or a sum has one term."""
     y = x.new_empty(len(x), len(weight)) if y is None else y
-    slow = x.dtype in EMULATED_DTYPES or x.dtype not in ONEDNN_DTYPES
-    if x.is_cpu and slow and native(x, "linear_unpacked") is True:
+    theirs = x.dtype in ONEDNN_DTYPES - EMULATED_DTYPES - {torch.float32} or x.shape[1] == 1
+    if x.is_cpu and not theirs and native(x, "linear_unpacked") is True:
         torch.ops.opsmith.linear_unpacked.default(dense_rows(x), weight, dense(bias), None, 0, y=y)
         return y
     return torch.mm(x, weight.t(), out=y) if bias is None else torch.addmm(bias, x, weight.t(), out=y)

@@ -20,19 +20,14 @@ _OP = "quantized_embedding"
 SIGNATURE = Signature(
     "quantized_embedding",
     (
-        *(
-            Input("ids", "...", torch.int64),
-            Input("table", "V N", torch.int8),
-            Input("scale", "V", torch.float32),
-        ),
+        *(Input("ids", "...", torch.int64), Input("table", "V N", torch.int8)),
+        Input("scale", "V", torch.float32),
         *(Number("prefetch", int), Input("next_ids", "...", torch.int64, True)),
         *(Input("slots", "V", torch.int32, True), Input("rows", "R N", optional=True)),
     ),
     (
-        *(
-            Output("counts", "V", torch.int32, optional=True),
-            Output("stats", "2", torch.int64, optional=True),
-        ),
+        Output("counts", "V", torch.int32, optional=True),
+        Output("stats", "2", torch.int64, optional=True),
         Output("y", "... N", torch.float32),  # in the dtype that the call asks for
     ),
     beside=("dtype", "counts", "stats"),

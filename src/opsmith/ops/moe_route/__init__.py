@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,12 +24,8 @@ _TINY = 1e-20  # DeepSeek's, so that scores that are all 0 give weights of 0
 SIGNATURE = Signature(
     _OP,
     (
-        *(
-            Input("logits", "... E"),
-            Input("bias", "E", Dtype.FIRST_OR_FLOAT32, optional=True),
-            Number("k", int),
-        ),
-        *(Number("scoring", bool), Number("groups", int), Number("topk_groups", int)),
+        *(Input("logits", "... E"), Input("bias", "E", Dtype.FIRST_OR_FLOAT32, optional=True)),
+        *(Number("k", int), Number("scoring", bool), Number("groups", int), Number("topk_groups", int)),
         *(Number("normalize", bool), Number("scale", float)),
     ),
     (Output("ids", "...", torch.int64), Output("weights", "...", torch.float32)),
@@ -150,9 +146,8 @@ class _Route(Call):
 
     def check(self, values: Sequence[Any]) -> None:
         logits, bias, k, scoring, groups, topk_groups, _, scale = values
-        check_fit(_OP, ("logits", logits, "T E"))
-        if bias is not None:
-            check_fit(_OP, ("logits", logits, "T E"), ("bias", bias, "E", None, torch.float32))
+        biases = () if bias is None else (("bias", bias, "E", None, torch.float32),)
+        check_fit(_OP, ("logits", logits, "T E"), *biases)
         if isinstance(scoring, str):
             raise ValueError(f"{_OP}: scoring must be one of {', '.join(_SCORINGS)}, got {scoring}")
         check_number(_OP, "scale", scale)
@@ -174,15 +169,14 @@ class _Route(Call):
             )
 
     def made(self, values: Sequence[Any]) -> list[tuple[Output, list[int], torch.dtype]]:
-        shape = [values[0].shape[0], values[2]]
-        return [(one, list(shape), one.dtype) for one in self.signature.results]  # type: ignore[misc]
+        return [(one, [values[0].shape[0], values[2]], one.dtype) for one in self.signature.results]  # type: ignore[misc]
+
+    def sizes(self, values: Sequence[Any]) -> Mapping[str, Any]:
+        return {**super().sizes(values), **dict.fromkeys(("ids", "weights"), ("...", "k"))}
 
     def recorded(self, backend: str, values: Sequence[Any]) -> Any:
         logits, bias, *rest = values
         return super().recorded(backend, (logits, None if bias is None else bias.detach(), *rest))
-
-    def taken_result(self, of: Any, t: torch.Tensor) -> torch.Tensor:
-        return t
 
     def taken(self, of: Any, t: torch.Tensor | None) -> torch.Tensor | None:
         chosen = t is not None and of.name in ("ids", "weights")

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from opsmith.call.arguments import check_device, check_dtype, check_float, check_like, check_out, short
+from opsmith.call.arguments import check_device, check_dtype, check_float, check_like, short
 from opsmith.call.dispatch import compiling, native, needs_grad
 from opsmith.call.layouts import nbytes
 from opsmith.call.run import Call, declare
@@ -25,7 +25,8 @@ LEAST = 1e-30  # a row of activations below this is rounded to zeros, as its inv
 SIGNATURE = Signature(
     "packed_linear",
     (
-        *(Input("x", "... K"), Input("weight", "P Q", torch.uint8), Input("scale", "... N", torch.float32)),
+        # A scale of one dimension has no groups; only bfloat16's weight, which is another kernel's, has three.
+        *(Input("x", "... K"), Input("weight", "P Q D", torch.uint8), Input("scale", "G N", torch.float32)),
         *(Input("zero", "G N", torch.int8, True), Input("bias", "N", optional=True)),
         Input("outer", "L S N", torch.float16, True),
         *(Number("bits", int), Number("group_size", int), Number("scales", int)),
@@ -98,9 +99,8 @@ _FILES = {
     for format, of in reversed(FORMATS.items())
     if of.scales in (Scales.HALF, Scales.NESTED)
 }
-_DYNAMIC, _HALF, _NESTED, _FLOAT8, _FLOAT4 = map(
-    int, list(Scales)[1:]
-)  # Dynamo of PyTorch 2.11 compares no enumerations
+# Dynamo of PyTorch 2.11 compares no enumerations.
+_DYNAMIC, _HALF, _NESTED, _FLOAT8, _FLOAT4 = map(int, list(Scales)[1:])
 _WIDE = {_HALF: torch.float16, _NESTED: torch.int8, _FLOAT8: torch.float32, _FLOAT4: torch.uint8}
 
 
@@ -205,11 +205,10 @@ class _Packed(_Flat):
                 f"{_OP}: rounding the activations has no gradient; run under torch.no_grad(), or use format='int8'"
             )
 
-    def check_out(self, values: Sequence[Any], out: Any) -> None:
-        x, weight, scale, zero, bias, outer = values[:6]
+    def made(self, values: Sequence[Any]) -> list[tuple[Output, list[int], torch.dtype]]:
+        x, weight, scale, *_ = values
         n = weight.shape[1] if scale is None else scale.shape[-1]
-        read = {"x": x, "weight": weight, "scale": scale, "zero": zero, "bias": bias, "outer": outer}
-        check_out(_OP, out, x, (*x.shape[:-1], n), **read)
+        return [(self.signature.results[0], [*x.shape[:-1], n], x.dtype)]
 
     def supported(self, values: Sequence[Any], *more: str) -> Supports:
         x, weight, scale, *_, outer, bits, _, scales = values

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from opsmith.call.arguments import check_count, short
+from opsmith.call.dispatch import compiling, is_sharded
 from opsmith.call.layouts import in_huge_pages
 from opsmith.ops.packed_linear import packed_linear
 from opsmith.ops.packed_linear.formats import BLOCK, CHOSEN, FORMATS, GROUPS
@@ -306,7 +307,13 @@ class PackedLinear(nn.Module):
         if bias is not None and bias.dtype is not input.dtype and input.is_floating_point():
             bias = bias.to(input.dtype)
         if (order := held["order"]) is not None:
-            input = input.index_select(-1, order)
+            if not compiling() and is_sharded(input):
+                spread: Any = input
+                alike = order if is_sharded(order) else spread.from_local(order, spread.device_mesh)
+                # Where K is spread, PyTorch gathers it: as it was, it is refused.
+                input = spread.index_select(-1, alike).redistribute(placements=spread.placements)
+            else:
+                input = input.index_select(-1, order)
         return packed_linear(
             input,
             weight,

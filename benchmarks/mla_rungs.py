@@ -11,8 +11,15 @@ from typing import Any
 
 import torch
 
-from opsmith.ops import MLACache, MLAWeights, linear, mla_kv_epilogue, mla_preprocess, mla_q_epilogue
-from opsmith.ops import rope as rope_op
+from opsmith.ops import (
+    MLACache,
+    MLAWeights,
+    linear,
+    mla_kv_epilogue,
+    mla_preprocess,
+    mla_q_epilogue,
+    rope as rope_op,
+)
 from opsmith.ops.mla.call import Call, Result
 from opsmith.ops.mla.eager import eager
 from opsmith.ops.mla.preprocess import call_of

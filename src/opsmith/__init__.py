@@ -15,21 +15,19 @@ from opsmith.decoding import register
 from opsmith.version import VERSION
 
 if TYPE_CHECKING:
-    from opsmith import operator as operator
-    from opsmith import ops as ops
-    from opsmith.checkpoints import load as load
-    from opsmith.checkpoints import save as save
-    from opsmith.compiler import Config as Config
-    from opsmith.compiler import Plan as Plan
-    from opsmith.compiler import keep_input_guards as keep_input_guards
-    from opsmith.compiler import optimize as optimize
-    from opsmith.compiler import restore as restore
+    from opsmith import operator as operator, ops as ops
+    from opsmith.checkpoints import load as load, save as save
+    from opsmith.compiler import (
+        Config as Config,
+        Plan as Plan,
+        keep_input_guards as keep_input_guards,
+        optimize as optimize,
+        restore as restore,
+    )
     from opsmith.decoding import PagedCache as PagedCache
-    from opsmith.evaluation import Evaluation as Evaluation
-    from opsmith.evaluation import evaluate as evaluate
+    from opsmith.evaluation import Evaluation as Evaluation, evaluate as evaluate
     from opsmith.operator import Operator as Operator
-    from opsmith.profiler import Profile as Profile
-    from opsmith.profiler import profile as profile
+    from opsmith.profiler import Profile as Profile, profile as profile
 
 _HOMES = {
     "Config": "opsmith.compiler",

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
     from opsmith.implementation import Implementation, Supports
 
-__all__ = ["OWN", "Backend", "add", "available", "installed", "missing", "remove", "taking"]
-
 OWN = ("cpu", "triton", "cuda")  # what the core writes, builds and runs for projects
 
 

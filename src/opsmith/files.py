@@ -9,8 +9,6 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-__all__ = ["Unusable", "distrust", "own", "suspect", "write"]
-
 
 class Unusable(Exception):
     """A folder that cannot hold files of ours, with the reason."""

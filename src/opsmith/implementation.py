@@ -8,8 +8,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["Implementation", "Supports"]
-
 Supports = bool | str  # True, or the reason why not
 
 
@@ -29,7 +27,6 @@ class Implementation:
     takes_out: bool = False
     prepack: Callable[[torch.Tensor, int], torch.Tensor] | None = None
     packs_alike: bool = False  # whether that layout is the same for any number of rows
-    source: str = ""
     margin: float = 1.0  # how much faster it is to be, for what its use costs beside its time
     repeatable: bool = True  # False: two runs may differ in the last bits, as sums by atomic additions do
 

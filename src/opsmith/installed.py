@@ -11,8 +11,6 @@ import warnings
 from importlib import metadata
 from typing import Any
 
-__all__ = ["load_installed"]
-
 
 @functools.cache
 def load_installed(what: str) -> tuple[Any, ...]:

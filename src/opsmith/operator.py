@@ -18,28 +18,7 @@ from typing import Any
 import torch
 
 from opsmith import backends
-from opsmith.implementation import Implementation, Supports
-
-__all__ = [
-    "Cost",
-    "GradientCost",
-    "Implementation",
-    "Kind",
-    "Make",
-    "MergedCalls",
-    "MergedChain",
-    "Operator",
-    "Pattern",
-    "Recognition",
-    "Sample",
-    "Supports",
-    "Tolerance",
-    "Verdict",
-    "as_pattern",
-    "operator",
-    "register",
-    "registry",
-]
+from opsmith.implementation import Implementation as Implementation, Supports as Supports
 
 
 class Kind(enum.Enum):

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
-from hypothesis import strategies as st
+from hypothesis import assume, given, settings, strategies as st
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from opsmith.compiler.algebra import rules as _rules  # noqa: F401  registers them

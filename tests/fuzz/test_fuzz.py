@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import Phase
-from hypothesis import strategies as st
+from hypothesis import Phase, strategies as st
 from hypothesis.database import DirectoryBasedExampleDatabase
 
 from opsmith.operator import Operator, registry

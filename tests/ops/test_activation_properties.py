@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from tests.ops.test_properties import Call, check, gradients_of, lay_out, values_of
 
 from opsmith.operator import registry

@@ -14,8 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, event, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, event, given, settings, strategies as st
 
 import opsmith.ops  # noqa: F401  registers the cards
 from opsmith.call.arguments import short

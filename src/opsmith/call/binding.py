@@ -24,8 +24,6 @@ from opsmith.call.signature import (
     Slope,
 )
 
-__all__ = ["declarations", "project", "rows"]
-
 _CPP = {float: "double", int: "int64_t", bool: "bool"}
 
 

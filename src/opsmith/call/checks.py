@@ -20,8 +20,6 @@ from opsmith.call.arguments import (
 )
 from opsmith.call.signature import Dtype, Input, Output, Signature, Sizes
 
-__all__ = ["check_arguments", "check_outputs", "sizes_of"]
-
 
 def check_arguments(op: str, signature: Signature, values: Sequence[Any], needed: Sequence[str] = ()) -> None:
     """Refuse what is no tensor, has another shape or dtype than the first one asks for, or is no number.

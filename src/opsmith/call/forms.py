@@ -10,8 +10,6 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-__all__ = ["in_order"]
-
 
 def in_order(
     public: Callable[..., Any],

@@ -31,8 +31,6 @@ from opsmith.call.signature import Constant, Input, Made, Output, Rows, Saved, S
 from opsmith.kernels import libraries
 from opsmith.operator import Implementation, Operator, Supports, register
 
-__all__ = ["Call", "declare"]
-
 Results = list[torch.Tensor]
 
 

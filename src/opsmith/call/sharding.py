@@ -15,8 +15,6 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-__all__ = ["Spread", "run"]
-
 
 class Spread:
     """How one call is spread: for each dimension of the mesh the size that it divides, or None."""

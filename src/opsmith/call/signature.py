@@ -18,22 +18,6 @@ from typing import Any
 
 import torch
 
-__all__ = [
-    "Constant",
-    "Dtype",
-    "Gradient",
-    "Input",
-    "Kept",
-    "Made",
-    "Number",
-    "Output",
-    "Parameter",
-    "Rows",
-    "Saved",
-    "Signature",
-    "Slope",
-]
-
 _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 # What kernels can be given; see types.h.
 IN_KERNELS = {
@@ -193,9 +177,8 @@ class Signature:
     results: tuple[Output, ...]
     kept: tuple[Kept, ...] = ()
     gradient: Gradient | None = None
-    columns: tuple[
-        tuple[torch.dtype, ...], ...
-    ] = ()  # dtype combinations, where dtypes do not follow from the first
+    # Dtype combinations, where dtypes do not follow from the first.
+    columns: tuple[tuple[torch.dtype, ...], ...] = ()
     attributes: Mapping[str, Scalar] = field(default_factory=dict)  # a project's numbers and their defaults
     contiguous: bool = False  # tensors are taken so; else rows may lie apart
     strided: bool = False  # or any dimensions but the last; then gradients lie as the inputs do

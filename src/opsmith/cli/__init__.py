@@ -13,8 +13,6 @@ from typing import Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-__all__ = ["CommandError", "main"]
-
 # Verb to the line that `opsmith --help` shows, so that help needs none of the modules (and no torch).
 VERBS = {
     "demo": "A real model, made faster and proved equal.",

@@ -8,11 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from opsmith.checkpoints.folder import LOCAL, load, one_line, quiet
+from opsmith.checkpoints.folder import LOCAL, load as load, one_line, quiet
 from opsmith.checkpoints.header import CheckpointError
 from opsmith.cli.models import Batch
-
-__all__ = ["load", "load_with_tokenizer", "tokens"]
 
 
 def load_with_tokenizer(path: Path) -> tuple[nn.Module, Any]:

@@ -75,7 +75,8 @@ def run(
         exact, without = _exact(model, examples[0], parameters)
         if without:
             console.print(without, style="yellow", markup=False)
-        original = _twin(model)
+        # For eager: modules of its own, in which nothing will be packed, on the same tensors.
+        original = copy.deepcopy(model, {id(t): t for t in (*model.parameters(), *model.buffers())})
         start = time.perf_counter()
         with told():
             opsmith.optimize(
@@ -127,12 +128,6 @@ def run(
             "machine": measure.describe().to_json(),
         }
     )
-
-
-def _twin(model: nn.Module) -> nn.Module:
-    """The model as it is, for eager: modules of its own, in which nothing will be packed, on the same tensors."""
-    shared = [*model.parameters(), *model.buffers()]
-    return copy.deepcopy(model, {id(t): t for t in shared})
 
 
 def _exact(model: nn.Module, tokens: Batch, parameters: int) -> tuple[torch.Tensor | None, str]:

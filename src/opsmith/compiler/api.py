@@ -265,23 +265,28 @@ def _together(ranks: Ranks, settings: Config, plan: Plan | None, budget: float |
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
+def call_of(one: Any) -> Call | None:
+    """The arguments that an example input stands for; None for what is no example input."""
+    if isinstance(one, Mapping):
+        return (), dict(one)
+    if isinstance(one, tuple):
+        return one, {}
+    return ((one,), {}) if isinstance(one, torch.Tensor) else None
+
+
 def _calls(example_inputs: Any) -> list[Call]:
     if example_inputs is None:
         return []
     several = example_inputs if isinstance(example_inputs, list) else [example_inputs]
     calls: list[Call] = []
     for one in several:
-        if isinstance(one, Mapping):
-            calls.append(((), dict(one)))
-        elif isinstance(one, tuple):
-            calls.append((one, {}))
-        elif isinstance(one, torch.Tensor):
-            calls.append(((one,), {}))
-        else:
+        call = call_of(one)
+        if call is None:
             raise TypeError(
                 "optimize: example_inputs must be a tensor, a tuple, a dictionary, or a list of these, "
                 f"got {type(one).__name__}"
             )
+        calls.append(call)
     # The largest first: the graph that it is captured as serves a batch of one too, and not the other way round.
     return sorted(calls, key=_elements, reverse=True)
 

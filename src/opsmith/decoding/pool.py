@@ -8,9 +8,8 @@ import torch
 
 from opsmith.ops import reshape_and_cache
 
-_AHEAD = (
-    4096  # tokens that a first piece of memory has room for; what is not written takes none of the system's
-)
+# Tokens that a first piece of memory has room for; what is not written takes none of the system's.
+_AHEAD = 4096
 
 
 class KeyValuePool:

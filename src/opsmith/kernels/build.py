@@ -22,9 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from opsmith.kernels import cache, compiler, isa, nvcc
-from opsmith.kernels.compiler import BuildError, Compiler, Unit, Watch
-
-__all__ = ["BuildError", "Library", "build_best", "build_libraries", "find"]
+from opsmith.kernels.compiler import BuildError as BuildError, Compiler, Unit, Watch
 
 # The oldest torch whose stable ABI a library asks for, so that one build serves many versions.
 _TORCH_ABI = "-DTORCH_TARGET_VERSION=0x020a000000000000"

@@ -20,16 +20,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from opsmith.files import Unusable, distrust, own, suspect
-
-__all__ = ["Store", "Unusable", "configured", "fallback", "of_user", "readable", "shipped", "writable"]
+from opsmith.files import Unusable as Unusable, distrust, own, suspect
 
 _FOLDERS = ("libraries", "objects", "locks", "building")
 # Files kept, those made or looked up last: editing sources leaves old ones behind.
 _KEEP = {"libraries": 512, "objects": 1024}
-_LOCK_SECONDS = (
-    1800.0  # longer than any build; a lock dies with its process, so only a hung one is waited for
-)
+# Longer than any build; a lock dies with its process, so only a hung one is waited for.
+_LOCK_SECONDS = 1800.0
 
 
 @dataclass(frozen=True)

@@ -17,22 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = [
-    "BuildError",
-    "Compiler",
-    "Unit",
-    "Watch",
-    "accepts",
-    "compile_and_link",
-    "disk_full",
-    "find_compiler",
-    "fingerprint",
-    "finished",
-    "first_that_runs",
-    "headers",
-    "sanitizer_flags",
-]
-
 _BASE_FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fdiagnostics-color=never", "-pipe")
 # No kernel reads errno or floating-point exceptions, and without these loops that could set them stay scalar.
 _MATH_FLAGS = ("-fno-math-errno", "-fno-trapping-math")
@@ -91,9 +75,8 @@ class Unit:
     flags: tuple[str, ...]  # part of the key
     system_dirs: tuple[Path, ...] = ()  # headers of others, known by their version and not by their content
     binds: bool = False  # to torch, whose headers it sees
-    compiler: Compiler | None = (
-        None  # another one than compiles the rest: nvcc; `flags` are then all there are
-    )
+    # Another one than compiles the rest: nvcc; `flags` are then all there are.
+    compiler: Compiler | None = None
 
     def key(self) -> str:
         """Digest of the source, of the headers it includes, directly or not, of the flags and a compiler of its own."""

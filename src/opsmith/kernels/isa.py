@@ -7,8 +7,6 @@ import os
 import platform
 from pathlib import Path
 
-__all__ = ["FLAGS", "INSTRUCTIONS", "TIERS", "is_intels", "supported", "tier"]
-
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
 _AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512")
 

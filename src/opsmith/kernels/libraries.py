@@ -28,24 +28,8 @@ from typing import Any
 
 import torch
 
-from opsmith.kernels import build as builder
-from opsmith.kernels import cache, compiler, isa, triton
+from opsmith.kernels import build as builder, cache, compiler, isa, triton
 from opsmith.kernels.build import BuildError, Library
-
-__all__ = [
-    "HEADERS",
-    "SHARED",
-    "SOURCES",
-    "Status",
-    "build",
-    "clean",
-    "content",
-    "follow",
-    "kernels",
-    "load",
-    "offer",
-    "status",
-]
 
 SHARED = Path(__file__).resolve().parent / "cpu"
 HEADERS = (SHARED, SHARED / "binding", SHARED.parent)  # where includes of what is shared are looked for
@@ -58,9 +42,8 @@ _refused: dict[str, str] = {}  # by library: why it is not loaded
 _offered: dict[str, str] = {}  # the library of each kernel
 _bindings: dict[str, dict[str, str]] = {}  # by library and kernel: C++ that binds it and is in no file
 _followers: list[Callable[[Path], None]] = []  # are told of every library that is loaded
-_wanted_beside: list[
-    Callable[[bool], list[Library]]
-] = []  # what is to be built with kernels, or with gradients
+# What is to be built with kernels, or with gradients.
+_wanted_beside: list[Callable[[bool], list[Library]]] = []
 _tier: str | None = None  # of all that is loaded, as one library reads what another one has packed
 
 

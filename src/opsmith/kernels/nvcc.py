@@ -12,12 +12,8 @@ from pathlib import Path
 
 from opsmith.kernels.compiler import BuildError, Compiler, first_that_runs
 
-__all__ = ["ARCHITECTURES", "FLAGS", "find", "include", "link_flags", "require"]
-
-ARCHITECTURES = (
-    "80",
-    "90a",
-)  # Ampere, which its successors up to 8.9 run too, and Hopper with its own instructions
+# Ampere, which its successors up to 8.9 run too, and Hopper with its own instructions.
+ARCHITECTURES = ("80", "90a")
 _NEWER = "90"  # in PTX, which newer ones compile when they load it
 _TOP = re.compile(r"^#\$ TOP=(.+)$", re.MULTILINE)
 FLAGS = (

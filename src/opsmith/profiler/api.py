@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from itertools import chain
 from typing import Any
@@ -17,6 +17,7 @@ from torch import nn
 import opsmith.ops  # noqa: F401  the cards register themselves
 from opsmith import measure
 from opsmith.compiler import Session
+from opsmith.compiler.api import call_of
 from opsmith.profiler import advise, chains
 from opsmith.profiler.attribute import attribute
 from opsmith.profiler.collect import Watched, light, names_of, repetition, session, watched
@@ -84,7 +85,12 @@ def profile(
     for one in names:
         if one not in PHASES:
             raise ValueError(f"profile: phase must be one of {', '.join(PHASES)}, got {one!r}")
-    args, kwargs = _call(example_inputs)
+    call = call_of(() if example_inputs is None else example_inputs)
+    if call is None:
+        raise TypeError(
+            f"profile: example_inputs must be a tensor, a tuple or a dictionary, got {type(example_inputs).__name__}"
+        )
+    args, kwargs = call
     result = _fresh(name or getattr(model, "__name__", type(model).__name__))
     result.optimized = isinstance(getattr(model, "opsmith", None), Session)
     roofs = Roofs(_device(model, args, kwargs))
@@ -234,20 +240,6 @@ def _fill(found: Phase, shaped: Watched, runs: list[Watched], guides: list[CallS
     found.chains = chains.chains(found.rows, guides)
 
 
-def _call(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if example_inputs is None:
-        return (), {}
-    if isinstance(example_inputs, Mapping):
-        return (), dict(example_inputs)
-    if isinstance(example_inputs, tuple):
-        return example_inputs, {}
-    if isinstance(example_inputs, torch.Tensor):
-        return (example_inputs,), {}
-    raise TypeError(
-        f"profile: example_inputs must be a tensor, a tuple or a dictionary, got {type(example_inputs).__name__}"
-    )
-
-
 def _device(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     own = list(model.parameters())[:1] if isinstance(model, nn.Module) else []
     for value in (*own, *args, *kwargs.values()):
@@ -265,6 +257,3 @@ def _dtypes(*models: Any, phases: Iterable[Phase] = ()) -> list[str]:
         if isinstance(model, nn.Module):
             found |= {str(p.dtype).removeprefix("torch.") for p in model.parameters()}
     return sorted(found)
-
-
-__all__ = ["Recording", "profile"]

@@ -11,8 +11,6 @@ import torch
 
 from opsmith.operator import Operator, Supports
 
-__all__ = ["BASELINES", "Baseline", "choose"]
-
 
 @dataclass(frozen=True)
 class Baseline:

@@ -20,8 +20,6 @@ from opsmith.proof.conduct import conduct
 from opsmith.proof.passes import Backward, Forward, cold_data
 from opsmith.proof.verify import Finding, verify
 
-__all__ = ["AGAINST", "OURS", "Benchmark", "bench", "refuse", "workloads"]
-
 AGAINST = ("eager", "compile")
 OURS = "opsmith"  # the public function
 _LARGEST = 2  # samples that stand in for workloads where a card names none
@@ -62,12 +60,10 @@ class Benchmark:
     direction: str  # "forward", "backward", or "forward + backward"
     cost: Cost
     columns: Mapping[str, measure.Comparison]
-    roof: Mapping[
-        str, Mapping[str, float]
-    ]  # by column, then contestant; missing where no roof of the dtype is known
-    peak: Mapping[
-        str, int
-    ]  # bytes beyond the inputs; of forward and backward together, where it is a backward
+    # By column, then contestant; missing where no roof of the dtype is known.
+    roof: Mapping[str, Mapping[str, float]]
+    # Bytes beyond the inputs; of forward and backward together, where it is a backward.
+    peak: Mapping[str, int]
     ours: tuple[str, ...]
     baselines: tuple[str, ...]
     notes: tuple[str, ...]

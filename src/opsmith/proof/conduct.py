@@ -33,8 +33,6 @@ from opsmith.proof.verify import (
     with_leaves,
 )
 
-__all__ = ["Recorder", "conduct", "runs"]
-
 _LARGE = 1 << 21  # elements, at most, of the call that all threads share
 _SMALL = 1 << 11  # elements, at most, of one that is differentiated by finite differences
 _RUNS, _SECONDS = 6, 0.3  # on all threads, at least: a race may be won many times

@@ -15,8 +15,6 @@ from opsmith.measure.pool import tensors_of
 from opsmith.operator import Make, Operator, Sample
 from opsmith.proof.verify import FUNCTION, Finding, finding_of, forward
 
-__all__ = ["outs"]
-
 
 def outs(card: Operator, dtype: torch.dtype, device: str = "cpu") -> Iterator[Finding]:
     """Yield the findings of an operator's `out=`, of a library's and a project's alike; none where it takes none.

@@ -13,8 +13,6 @@ from opsmith.measure.pool import tensors_of, with_tensors
 from opsmith.operator import Cost, Kind, Operator, Sample
 from opsmith.proof.verify import forward, with_leaves
 
-__all__ = ["Backward", "Forward", "cold_data"]
-
 
 class _Pass:
     """One direction of an operator on one sample, as contestants call it."""

@@ -16,8 +16,6 @@ import torch
 
 from opsmith.operator import Make, Operator, Sample
 
-__all__ = ["call_of", "sample_of", "spell"]
-
 _TENSOR = re.compile(r"(?:(\w+):)?([a-z]+\d*)\[([\d,]*)\](?:@([\d,]+))?(?:<(\d+))?")
 _WORDS = {"True": True, "False": False, "None": None}
 

@@ -23,18 +23,6 @@ from opsmith.measure.pool import tensors_of
 from opsmith.measure.products import Widened
 from opsmith.operator import Implementation, Make, Operator, Sample
 
-__all__ = [
-    "FUNCTION",
-    "Finding",
-    "backward",
-    "elements_of",
-    "examine",
-    "finding_of",
-    "forward",
-    "verify",
-    "with_leaves",
-]
-
 # Of one call: its tensors, what each eager spelling made of them, what the reference did, and the bounds that follow.
 Known = tuple[list[torch.Tensor], list[tuple[torch.Tensor, ...]], list[torch.Tensor], list[float]]
 

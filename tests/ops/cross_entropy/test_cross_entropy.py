@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from opsmith.ops import cross_entropy
 from opsmith.ops.cross_entropy import CARD, TargetError

@@ -9,13 +9,11 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from opsmith.call.dispatch import always_native
 from opsmith.ops import linear_cross_entropy
-from opsmith.ops.cross_entropy import TargetError
-from opsmith.ops.cross_entropy import chunks as logit_chunks
+from opsmith.ops.cross_entropy import TargetError, chunks as logit_chunks
 from opsmith.ops.cross_entropy.linear import CARD
 
 

@@ -6,8 +6,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from opsmith.call.dispatch import SMALL, small_up_to
 from opsmith.ops import embedding

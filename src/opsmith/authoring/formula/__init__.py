@@ -17,8 +17,6 @@ from typing import NoReturn
 from opsmith.authoring.formula.nodes import REDUCTIONS, ROTATIONS, Formula, Graph, Node
 from opsmith.authoring.formula.shapes import ANY, Shape, broadcast, shown
 
-__all__ = ["FUNCTIONS", "FormulaError", "derived", "names_in", "parse"]
-
 _LONGEST = 4000  # characters
 _DEEPEST = 60  # levels of brackets and operators
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from opsmith.authoring.formula import derived
 from opsmith.authoring.formula.nodes import Formula, Graph, Node
 
-__all__ = ["NoDerivative", "gradients"]
-
 
 class NoDerivative(ValueError):
     """The formula holds something whose derivative is left to autograd; says what."""

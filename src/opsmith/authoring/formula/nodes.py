@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 
 from opsmith.authoring.formula.shapes import Shape, broadcast
 
-__all__ = ["ELEMENTWISE", "REDUCTIONS", "ROTATIONS", "Formula", "Graph", "Node"]
-
 # What each does to one element of each argument: how many arguments, and whether it gives a truth value.
 ELEMENTWISE: dict[str, tuple[int, bool]] = {
     **dict.fromkeys(("neg", "exp", "log", "sqrt", "rsqrt", "tanh", "sigmoid", "silu", "gelu"), (1, False)),

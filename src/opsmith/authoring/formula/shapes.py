@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["ANY", "Dim", "Shape", "broadcast", "shown", "strides_of"]
-
 Dim = int | str
 Shape = tuple[Dim, ...]
 ANY = "..."

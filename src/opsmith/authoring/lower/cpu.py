@@ -14,8 +14,6 @@ from opsmith.authoring.lower.emit import Emitter
 from opsmith.authoring.lower.kernel import CppKernel, indented
 from opsmith.authoring.lower.plan import COLUMN, FULL, ROW, Output, Plan
 
-__all__ = ["CpuKernel"]
-
 
 class CpuKernel(CppKernel):
     """Its walks take lanes; what is one number for a row is computed in front of them."""

@@ -10,8 +10,6 @@ from opsmith.authoring.formula.shapes import Shape
 from opsmith.authoring.lower.kernel import CppKernel, dtype_names, indented, wide_type
 from opsmith.authoring.lower.plan import COLUMN, FULL, ROW, Output
 
-__all__ = ["CudaKernel"]
-
 
 class CudaKernel(CppKernel):
     """It takes pointers; its launcher the views."""

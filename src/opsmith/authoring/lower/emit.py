@@ -7,8 +7,6 @@ from collections.abc import Callable, Iterable
 
 from opsmith.authoring.formula.nodes import ELEMENTWISE, Node
 
-__all__ = ["Emitter", "float_text"]
-
 _INFIX = {"add": ("+", 4), "sub": ("-", 4), "mul": ("*", 5), "div": ("/", 5)}
 _INFIX |= {"lt": ("<", 3), "le": ("<=", 3), "gt": (">", 3), "ge": (">=", 3), "eq": ("==", 3), "ne": ("!=", 3)}
 _UNARY, _ATOM = 6, 9

@@ -14,8 +14,6 @@ from opsmith.authoring.lower.emit import Emitter, Text, float_text
 from opsmith.authoring.lower.plan import COLUMN, ROW, Output, Plan, Statistic
 from opsmith.authoring.lower.rows import Rows
 
-__all__ = ["CppKernel", "Kernel", "indented"]
-
 _DTYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16", "bool": "boolean"}
 _RENAMED = {"max": "larger", "min": "smaller", "where": "where"}
 _ANSWERS = {"Moments": {"var": "variance", "mean": "mean"}, "Online": {"max": "max", "sum": "sum"}}

@@ -8,8 +8,6 @@ from dataclasses import dataclass, field, replace
 from opsmith.authoring.formula.nodes import ELEMENTWISE, REDUCTIONS, ROTATIONS, Formula, Graph, Node
 from opsmith.authoring.formula.shapes import Shape, broadcast, shown
 
-__all__ = ["Output", "Plan", "Statistic", "plan"]
-
 FULL, ROW, COLUMN = "full", "row", "column"  # an element for each of the whole, for each row, for each column
 
 

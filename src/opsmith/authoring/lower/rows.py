@@ -5,8 +5,6 @@ from __future__ import annotations
 from opsmith.authoring.formula.shapes import ANY, Shape, strides_of
 from opsmith.authoring.lower.plan import FULL, Plan
 
-__all__ = ["Rows"]
-
 
 class Rows:
     """The places of rows, in terms that C++, Triton and CUDA share: `row`, and counts of rows by name.
@@ -19,7 +17,7 @@ class Rows:
         self.plan = plan
         used = {n.value for o in plan.outputs for n in o.node.walk() if n.kind == "input"}
         self.read = [n for n in plan.inputs if n in used]
-        self._names: dict[tuple[int, int], str] = {}
+        self.names: dict[tuple[int, int], str] = {}
         self.counts: dict[str, tuple[int, int | None]] = {}
         for name in self.read:
             for run, behind in strides_of(plan.inputs[name], plan.space) or ():
@@ -29,9 +27,9 @@ class Rows:
 
     def _count(self, dims: Shape, offset: int) -> None:
         key = (2 + offset, 1 + offset + len(dims))
-        if dims and key not in self._names:
-            self._names[key] = f"count_{len(self._names) + 1}"
-            self.counts[self._names[key]] = (key[0], None if ANY in dims else key[1])
+        if dims and key not in self.names:
+            self.names[key] = f"count_{len(self.names) + 1}"
+            self.counts[self.names[key]] = (key[0], None if ANY in dims else key[1])
 
     def _widest(self) -> str:
         shapes = {n: self.plan.inputs[n] for n in self.read}
@@ -50,15 +48,10 @@ class Rows:
             return "row"
         terms = []
         for i, (run, behind) in enumerate(runs):
-            index = f"row / {self._names[2, 1 + len(behind)]}" if behind else "row"
+            index = f"row / {self.names[2, 1 + len(behind)]}" if behind else "row"
             if len(run) + len(behind) < len(self.plan.space) - 1:
-                index = f"{index} % {self._names[2 + len(behind), 1 + len(behind) + len(run)]}"
+                index = f"{index} % {self.names[2 + len(behind), 1 + len(behind) + len(run)]}"
             for later, after in runs[i + 1 :]:
-                index = f"({index}) * {self._names[2 + len(after), 1 + len(after) + len(later)]}"
+                index = f"({index}) * {self.names[2 + len(after), 1 + len(after) + len(later)]}"
             terms.append(index)
         return " + ".join(terms) or None
-
-    def advance(self, name: str) -> tuple[str, bool]:
-        """The count of rows after which an input's place jumps, and whether it moves with each row until then."""
-        run, behind = (strides_of(self.plan.inputs[name], self.plan.space) or [])[-1]
-        return self._names[2, 1 + len(behind or run)], not behind

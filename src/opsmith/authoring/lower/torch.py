@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from opsmith.authoring.formula.nodes import REDUCTIONS, Formula, Node
 from opsmith.authoring.lower.emit import Emitter
 
-__all__ = ["reference_lines"]
-
 _ROW = ("sum", "mean", "max", "min", "var", "softmax", "rotate_half", "rotate_interleaved")
 _NUMBER = {"sqrt": "math.sqrt", "exp": "math.exp", "log": "math.log", "tanh": "math.tanh"}
 _TENSOR = {

@@ -10,8 +10,6 @@ from opsmith.authoring.lower.emit import Text
 from opsmith.authoring.lower.kernel import Kernel, python_type
 from opsmith.authoring.lower.plan import COLUMN, ROW, Output, Statistic
 
-__all__ = ["TritonKernel", "helpers"]
-
 _FUNCTIONS = {name: f"tl.{name}" for name in ("exp", "log", "sqrt", "erf", "abs", "where")}
 _FUNCTIONS |= {"max": "larger", "min": "smaller"}
 _HELPERS = [

@@ -17,8 +17,6 @@ from opsmith.authoring.new.generate import Project
 from opsmith.authoring.prototype import PrototypeError, read
 from opsmith.backends import installed, missing
 
-__all__ = ["create", "render"]
-
 _TEMPLATES = Path(__file__).parents[1] / "templates"
 # What writes the files of each back end: a function of the project, giving texts by file name.
 _OWN: dict[str, Callable[[Project], Mapping[str, str]]] = {

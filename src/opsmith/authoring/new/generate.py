@@ -18,8 +18,6 @@ from opsmith.authoring.lower.plan import COLUMN, FULL, ROW, Output, Plan, plan
 from opsmith.authoring.lower.triton import TritonKernel
 from opsmith.authoring.prototype import Prototype, PrototypeError
 
-__all__ = ["Project"]
-
 _NATIVE = ("float32", "bfloat16", "float16", "bool")
 # Sizes for samples: the last axis, then the others from right to left.
 _LAST = (1, 7, 33, 130, 384)

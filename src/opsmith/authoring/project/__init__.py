@@ -29,8 +29,6 @@ from opsmith.call.signature import Scalar, Signature
 from opsmith.kernels import build, compiler, isa, libraries, triton
 from opsmith.operator import Operator
 
-__all__ = ["Kernels", "answer_of", "cards_of", "imported", "kernels", "kernels_of", "load"]
-
 _OWN = {"cpu": "*.cpp", "triton": "*.py", "cuda": "*.cu"}
 _RESERVED = ("std", "torch", "opsmith", "at", "c10", "aten")
 

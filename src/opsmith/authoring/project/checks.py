@@ -24,8 +24,6 @@ from opsmith.operator import Make, Operator, Sample
 from opsmith.proof.conduct import conduct
 from opsmith.proof.verify import Finding, elements_of, examine, finding_of, forward, verify
 
-__all__ = ["emulated", "findings", "interpreted", "needs_interpreter", "standing_in", "verify_project"]
-
 _QUICK = "--quick"
 _INTERPRETED = "interpreted"  # how their implementation is called in a report
 

@@ -11,8 +11,6 @@ from opsmith.authoring.project import Kernels, answer_of, kernels_of, load
 from opsmith.kernels import nvcc
 from opsmith.kernels.compiler import BuildError, Watch
 
-__all__ = ["compile_backend", "projects_kernels", "tool_missing"]
-
 _WHERE = r"^[^\n]*?(?P<file>{folder}[^:\n]*):(?P<line>\d+):\d+:[^\n]*required from[^\n]*$"
 
 

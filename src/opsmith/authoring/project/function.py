@@ -34,8 +34,6 @@ from opsmith.operator import (
     register,
 )
 
-__all__ = ["card", "fit", "rotate_half", "rotate_interleaved"]
-
 
 def rotate_half(x: torch.Tensor) -> torch.Tensor:
     """(-x2, x1) for the halves x1, x2 of the last axis.

@@ -18,8 +18,6 @@ from opsmith.kernels.triton.ahead import TARGETS, Ahead
 from opsmith.measure.pool import tensors_of
 from opsmith.operator import Make, Operator, Sample
 
-__all__ = ["FEW", "run", "take_the_cpus_place", "walk", "walk_project"]
-
 FEW = 3  # variants of a kernel for a GPU
 
 

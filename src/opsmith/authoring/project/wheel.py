@@ -20,8 +20,6 @@ from opsmith.kernels import isa
 from opsmith.kernels.compiler import Watch
 from opsmith.version import VERSION
 
-__all__ = ["write_wheel"]
-
 _SKIPPED = {"tests", "build", "dist", "lib", "__pycache__"}
 _SUFFIXES = (".py", ".cpp", ".h", ".cu", ".cuh", ".json", ".md")
 _PACKAGE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -58,9 +56,8 @@ def write_wheel(
             for tier in isa.TIERS:
                 library = kernels.build("cpu", tier=tier, watch=watch)
                 files[f"{package}/lib/{kernels.name}-{tier}.so"] = library.read_bytes()
-        if (
-            kernels.source("cuda").exists() and torch.version.cuda is not None
-        ):  # else built at their first call
+        # Else built at their first call.
+        if kernels.source("cuda").exists() and torch.version.cuda is not None:
             library = kernels.build("cuda", watch=watch)
             files[f"{package}/lib/{kernels.name}-cuda.so"] = library.read_bytes()
     platform = re.sub(r"[^A-Za-z0-9]", "_", sysconfig.get_platform())

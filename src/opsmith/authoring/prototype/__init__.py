@@ -15,10 +15,8 @@ from pydantic import BaseModel, ConfigDict, Field, StrictFloat, StrictInt, Valid
 
 from opsmith.authoring.formula.shapes import ANY, Shape
 from opsmith.authoring.prototype import jsonc
-from opsmith.authoring.prototype.jsonc import PrototypeError
+from opsmith.authoring.prototype.jsonc import PrototypeError as PrototypeError
 from opsmith.authoring.prototype.spellings import FORMATS, GROUPS, KINDS, NAMESPACES, RESERVED, TYPES
-
-__all__ = ["GROUPS", "TYPES", "Attribute", "Description", "Prototype", "PrototypeError", "read", "snake_case"]
 
 _LARGEST = 1 << 20  # bytes
 _MOST = 64  # inputs, outputs, attributes, columns

@@ -7,8 +7,6 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-__all__ = ["Path", "PrototypeError", "parse", "shown"]
-
 Path = tuple[str | int, ...]
 
 _DEEPEST = 32

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import keyword
 
-__all__ = ["FORMATS", "GROUPS", "KINDS", "NAMESPACES", "RESERVED", "TYPES"]
-
 # The values of opsmith.operator.Kind, which would import PyTorch.
 KINDS = ("matmul", "attention", "norm", "rope", "embedding", "softmax", "activation", "cache", "loss", "mla")
 

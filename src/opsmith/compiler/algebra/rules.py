@@ -94,7 +94,7 @@ def _normal_cdf(s: Space, x: Poly) -> Poly:
     return (1 + s.erf(x * math.sqrt(0.5))) * 0.5
 
 
-_POINTWISE: dict[str, Pointwise] = {
+_POINTWISE: dict[str, Pointwise] = {  # names, and their rule
     "add": lambda s, x, y, alpha: x + y * alpha,
     "sub": lambda s, x, y, alpha: x - y * alpha,
     "rsub": lambda s, x, y, alpha: y - x * alpha,
@@ -110,10 +110,8 @@ _POINTWISE: dict[str, Pointwise] = {
     "log": lambda s, x: s.log(x),
     "tanh": lambda s, x: s.tanh(x),
     "sigmoid": lambda s, x: s.sigmoid(x),
-    "erf": lambda s, x: s.erf(x),
-    "special_erf": lambda s, x: s.erf(x),
-    "erfc": lambda s, x: 1 - s.erf(x),
-    "special_erfc": lambda s, x: 1 - s.erf(x),
+    "erf special_erf": lambda s, x: s.erf(x),
+    "erfc special_erfc": lambda s, x: 1 - s.erf(x),
     "special_ndtr": _normal_cdf,
     "silu": lambda s, x: x * s.sigmoid(x),
     "cos": lambda s, x: s.fn("cos", x),
@@ -122,10 +120,8 @@ _POINTWISE: dict[str, Pointwise] = {
     "log1p": lambda s, x: s.log(1 + x),
     "maximum": larger,
     "minimum": smaller,
-    "clamp": clamp,
-    "clamp_min": clamp,
+    "clamp clamp_min hardtanh": clamp,
     "clamp_max": lambda s, x, high: clamp(s, x, high=high),
-    "hardtanh": clamp,
     "relu": lambda s, x: larger(s, x, 0),
     "relu6": lambda s, x: clamp(s, x, 0, 6),
     "abs": lambda s, x: larger(s, x, -x),
@@ -134,13 +130,12 @@ _POINTWISE: dict[str, Pointwise] = {
     "leaky_relu": lambda s, x, slope: chosen(s, compared(s, "above", x), x, x * slope),
     "complex": lambda s, real, imag: real + s.i * imag,
     "polar": lambda s, size, angle: size * (s.fn("cos", angle) + s.i * s.fn("sin", angle)),
-    "logical_not": negated,
-    "bitwise_not": negated,
+    "logical_not bitwise_not": negated,
     "real": lambda s, x: pieces.parts(x)[0],
     "imag": lambda s, x: pieces.parts(x)[1],
 }
-for _name, _fn in _POINTWISE.items():
-    pointwise(_name)(_fn)
+for _names, _fn in _POINTWISE.items():
+    pointwise(*_names.split())(_fn)
 
 
 @pointwise("div")

@@ -72,9 +72,8 @@ def _atom(s: Space, atom: Atom, old: Shape, new: Shape, *, alone: bool) -> Poly:
             raise _Outside
         return s.fn("base", _through(atom.args[0], atom.shape, target), shape=target)
     broadcast = len(atom.shape) == len(old) > 2 and atom.shape != old
-    if (
-        broadcast and atom.shape[:-2] == old[:-2] and old[-2:] == new[-2:]
-    ):  # one row for all of the last two axes
+    # One row for all of the last two axes.
+    if broadcast and atom.shape[:-2] == old[:-2] and old[-2:] == new[-2:]:
         return reshape(s.from_atom(atom), atom.shape, (*new[:-2], *atom.shape[-2:]))
     if atom.name == "join" and atom.shape == old and same_last:
         kind, sizes = atom.attrs

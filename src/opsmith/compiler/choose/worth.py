@@ -60,9 +60,8 @@ def learning_worth(selector: Selector, code: str, args: Sequence[Any], ours: Run
     sizes = [(a.shape, a.dtype, a.requires_grad) if isinstance(a, torch.Tensor) else a for a in args]
     try:
         found = _timed(selector, (code, sizes), _step(ours, args), _step(eager, args), device_of(args))
-    except (
-        Exception
-    ) as error:  # not every graph can be run by itself: one that writes into what has a gradient, say
+    # Not every graph can be run by itself: one that writes into what has a gradient, say.
+    except Exception as error:
         return Worth(True, f"forward and backward were not timed: {raised(error)}")
     return Worth(found.used, f"forward and backward: {found.note}")
 

@@ -40,14 +40,8 @@ from opsmith.compiler.find.window import Window, Windows
 from opsmith.operator import Operator, Pattern
 
 MIN_COMPOSITE = 3  # a near miss is something written out by hand, not a lone tanh
-LEFT_OPERAND = {
-    "aten::linear": 0,
-    "aten::matmul": 0,
-    "aten::mm": 0,
-    "aten::bmm": 0,
-    "aten::addmm": 1,
-    "aten::baddbmm": 1,
-}
+LEFT_OPERAND = dict.fromkeys(("aten::linear", "aten::matmul", "aten::mm", "aten::bmm"), 0)
+LEFT_OPERAND |= dict.fromkeys(("aten::addmm", "aten::baddbmm"), 1)
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,6 @@ from typing import Any, TypeVar
 
 import torch
 
-__all__ = ["DEVICE", "INTERPRETED", "asked_later", "constant", "installed", "later", "load", "offers"]
-
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"  # whose tensors these kernels take
 

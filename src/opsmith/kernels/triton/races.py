@@ -14,8 +14,6 @@ from typing import Any
 import numpy as np
 from triton.runtime import interpreter
 
-__all__ = ["watched"]
-
 
 @contextmanager
 def watched() -> Iterator[list[str]]:

@@ -34,9 +34,6 @@ struct Heads {
   bool like(const Heads& other, int64_t dims) const { return std::equal(sizes, sizes + dims, other.sizes); }
 };
 
-inline bool is_float(DType dtype) {
-  return dtype == DType::f32 || dtype == DType::bf16 || dtype == DType::f16;
-}
 inline bool is_id(DType dtype) { return dtype == DType::i32 || dtype == DType::i64; }
 
 inline void check_groups(const char* op, int64_t heads, int64_t kv_heads) {
@@ -94,7 +91,7 @@ inline View starts_of(const char* name, const Tensor& t, int64_t length) {
 inline View of_heads(const char* op, const char* name, const std::optional<Tensor>& t, int64_t heads,
                      DType dtype) {
   if (!t) return {};
-  STD_TORCH_CHECK(t->dim() == 1 && t->size(0) == heads && is_float(dtype_of(*t)) &&
+  STD_TORCH_CHECK(t->dim() == 1 && t->size(0) == heads && is_floating(dtype_of(*t)) &&
                       (dtype_of(*t) == DType::f32 || dtype_of(*t) == dtype),
                   op, ": ", name, " must be a number for each of ", heads, " heads, float32 or in q's dtype");
   return view_of(*t);
@@ -120,7 +117,7 @@ struct Attended {
         out(op, out_, layout, dtype), mask(op, mask_, q, k),
         sinks(of_heads(op, "sinks", sinks_, q.sizes[1], dtype)),
         alibi(of_heads(op, "alibi", alibi_, q.sizes[1], dtype)) {
-    STD_TORCH_CHECK(is_float(dtype), op, ": q must be floating-point");
+    STD_TORCH_CHECK(is_floating(dtype), op, ": q must be floating-point");
     STD_TORCH_CHECK(q.like(out, 3) && k.like(v, 3) && q.sizes[0] == k.sizes[0] && q.sizes[3] == k.sizes[3] &&
                         v.sizes[3] == out.sizes[3],
                     op, ": q, k, v and the output do not fit each other");

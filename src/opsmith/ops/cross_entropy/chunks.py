@@ -20,8 +20,6 @@ from opsmith.ops.cross_entropy.ranks import STATE, Ranks
 from opsmith.ops.linear import supports_rows
 from opsmith.ops.linear.onednn import EMULATED_DTYPES, ONEDNN_DTYPES, mkl_leads
 
-__all__ = ["backward", "forward"]
-
 _WORTH = 8  # one row of so many must be ignored to be worth a copy of the others
 # Of the bytes that all logits would take, the part that may exist at a time, whatever that is for: logits, sums of
 # hidden's gradient, and what the libraries take for themselves. But a chunk no narrower than still multiplies well,

@@ -24,8 +24,8 @@ from opsmith.ops.cross_entropy import (
     chunks,
     code_of,
     cross_entropy,
+    definition as loss_of,
 )
-from opsmith.ops.cross_entropy import definition as loss_of
 from opsmith.ops.cross_entropy.ranks import Ranks
 from opsmith.ops.linear import check_layer, linear
 

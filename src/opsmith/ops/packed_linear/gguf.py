@@ -32,11 +32,8 @@ BLOCKS = {
     "iq4_xs": (256, 136),
     "iq4_nl": (32, 18),
 }
-KEPT = {
-    "q3_k": "q6_k",
-    "iq4_xs": "q6_k",
-    "iq4_nl": "q8_0",
-}  # formats that are kept in another one, a byte a number
+# Formats that are kept in another one, a byte a number.
+KEPT = {"q3_k": "q6_k", "iq4_xs": "q6_k", "iq4_nl": "q8_0"}
 # What the sixteen nibbles of iq4 stand for, plus 128.
 _UNEVEN = (1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241)
 

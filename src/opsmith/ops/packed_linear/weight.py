@@ -32,9 +32,8 @@ _FLOATS4 = (0, 0.5, 1, 1.5, 2, 3, 4, 6)  # what a float of four bits is, without
 _AT_ONCE = 1 << 21  # numbers that are rounded at a time
 _AT_ONCE_BY_COLUMNS = 1 << 24  # the same, where each column is a step of its own
 
-Packed = tuple[
-    torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None
-]  # weight, scale, zero, outer
+# Weight, scale, zero, outer.
+Packed = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 
 
 def packed_shape(format: str, n: int, k: int) -> tuple[int, ...]:

@@ -6,8 +6,6 @@
 
 namespace opsmith {
 
-using Optional = std::optional<Tensor>;
-
 inline bool dense_rows(const Tensor& t) {
   return t.size(t.dim() - 1) < 2 || t.stride(t.dim() - 1) == 1 || t.numel() == 0;
 }
@@ -72,9 +70,7 @@ inline void check_table(const Tensor& cos, const Tensor& sin, const Optional& po
 }
 
 inline void check_float(const Tensor& x) {
-  const DType dtype = dtype_of(x);
-  STD_TORCH_CHECK(dtype == DType::f32 || dtype == DType::bf16 || dtype == DType::f16,
-                  "rope: x must be floating-point");
+  STD_TORCH_CHECK(is_floating(dtype_of(x)), "rope: x must be floating-point");
 }
 
 }  // namespace opsmith

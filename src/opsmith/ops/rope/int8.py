@@ -14,9 +14,7 @@ from opsmith.call.run import declare
 from opsmith.call.signature import Input, Number, Output, Signature
 from opsmith.operator import Cost, Kind, Make, Sample, Supports
 from opsmith.ops.rms_norm.quant import Steps
-from opsmith.ops.rope import CARD as FLOATING
-from opsmith.ops.rope import TABLE, Rotation, fits, rotated
-from opsmith.ops.rope import definition as rope_definition
+from opsmith.ops.rope import CARD as FLOATING, TABLE, Rotation, definition as rope_definition, fits, rotated
 from opsmith.ops.rope.check import Pair, check_heads, check_table
 from opsmith.ops.rope.table import rope_table
 

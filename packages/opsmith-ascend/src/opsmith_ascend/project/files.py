@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 
-from opsmith.authoring.formula.shapes import ANY, Shape
+from opsmith.authoring.formula.shapes import ANY, Shape, strides_of
 from opsmith.authoring.lower.plan import FULL, ROW
 from opsmith.authoring.new import render
 from opsmith.authoring.new.generate import Project
@@ -210,6 +210,11 @@ class Ascend(Vectors):
         """The row of an input, where it is not that of the whole."""
         place = self.rows.place(name)
         return None if place == "row" or self.flat else re.sub(r"\bcount_", "t_.count_", f"({place})")
+
+    def advance(self, name: str) -> tuple[str, bool]:
+        """The count of rows after which an input's place jumps, and whether it moves with each row until then."""
+        run, behind = (strides_of(self.plan.inputs[name], self.plan.space) or [])[-1]
+        return self.rows.names[2, 1 + len(behind or run)], not behind
 
     def set_of(self, names: Sequence[str], among: Sequence[str]) -> str:
         """The inputs of a walk, as a set of bits."""

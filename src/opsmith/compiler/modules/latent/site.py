@@ -36,8 +36,8 @@ from opsmith.ops import (
     mla_preprocess,
     mla_q_epilogue,
     rms_norm,
+    rope as rope_op,
 )
-from opsmith.ops import rope as rope_op
 from opsmith.ops.mla.projection import normalize_and_project
 
 FORMS = {"int8": "weight_int8", "int8_dynamic": "per_token", "int4": "weight_int4"}

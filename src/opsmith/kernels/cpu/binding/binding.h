@@ -17,6 +17,8 @@
 
 namespace opsmith {
 
+using Optional = std::optional<Tensor>;
+
 inline Tensor lent(const torch::stable::Tensor& t) {
   const auto device = t.device();
   return {t.data_ptr(),    t.sizes().data(), t.strides().data(), t.dim(),
@@ -105,6 +107,10 @@ inline DType dtype_of(const Tensor& t) {
   }
 }
 
+inline bool is_floating(DType dtype) {
+  return dtype == DType::f32 || dtype == DType::bf16 || dtype == DType::f16;
+}
+
 inline View view_of(const Tensor& t) {
   return View{t.data_ptr(), dtype_of(t), t.dim(), t.sizes().data(), t.strides().data()};
 }
@@ -122,14 +128,6 @@ inline void check_vector(const char* op, const char* name, const std::optional<T
   STD_TORCH_CHECK(
       t->dim() == 1 && t->size(0) == n && t->is_contiguous() && (!float32 || dtype_of(*t) == DType::f32), op,
       ": ", name, " must be a contiguous vector of ", n, float32 ? " float32" : "");
-}
-
-// What a row is multiplied with, or its gradient.
-inline void check_weight(const char* op, const char* name, const std::optional<Tensor>& t, int64_t n,
-                         DType dtype) {
-  check_vector(op, name, t, n, false);
-  STD_TORCH_CHECK(!t || dtype_of(*t) == dtype || dtype_of(*t) == DType::f32, op, ": ", name,
-                  " must be float32 or in the input's dtype");
 }
 
 // One float32, where the kernel reads it as a number.

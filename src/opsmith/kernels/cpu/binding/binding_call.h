@@ -1,10 +1,8 @@
 // The checks that the memory safety of a project's kernels rests on, for the bindings of all its back ends.
 #pragma once
 
-#include <optional>
 #include <string>
 #include <string_view>
-#include <utility>
 #include <vector>
 
 #include "binding.h"

@@ -19,10 +19,6 @@ class RowsLike {
   std::optional<Rows> rows_;
 };
 
-inline bool is_floating(DType dtype) {
-  return dtype == DType::f32 || dtype == DType::bf16 || dtype == DType::f16;
-}
-
 inline bool is_number(const Tensor& t) { return t.numel() == 1 && dtype_of(t) == DType::f32; }
 
 inline void check_number_each(const char* op, const char* name, const std::optional<Tensor>& t,

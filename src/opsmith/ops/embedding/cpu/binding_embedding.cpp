@@ -5,8 +5,6 @@
 namespace opsmith {
 namespace {
 
-using Optional = std::optional<Tensor>;
-
 // Ids of any dimensions as [T], each of them a row of a table of `rows`.
 Line ids_of(const char* op, const Tensor& t, int64_t rows) {
   const Line ids(op, "ids", t);
@@ -33,8 +31,7 @@ void embedding_op(Tensor ids, Tensor table, Tensor y) {
   const int64_t n = table.size(1);
   const Rows out = rows_of(op, "y", y, id.size(), n);
   const DType dtype = dtype_of(table);
-  STD_TORCH_CHECK(dtype == DType::f32 || dtype == DType::bf16 || dtype == DType::f16, op,
-                  ": table must be floating-point");
+  STD_TORCH_CHECK(is_floating(dtype), op, ": table must be floating-point");
   STD_TORCH_CHECK(out.view().dtype == dtype, op, ": y must have the table's dtype");
   embedding(id.view(), rows_of(op, "table", table, table.size(0), n).view(), out.view());
 }
@@ -59,8 +56,7 @@ void quantized_embedding_op(Tensor ids, Tensor table, Tensor scale, int64_t ahea
   const Rows quantized = rows_of(op, "table", table, v, n), out = rows_of(op, "y", y, id.size(), n);
   STD_TORCH_CHECK(quantized.view().dtype == DType::i8, op, ": table must be int8");
   const DType to = out.view().dtype;
-  STD_TORCH_CHECK(to == DType::f32 || to == DType::bf16 || to == DType::f16, op,
-                  ": y must be float32, bfloat16 or float16");
+  STD_TORCH_CHECK(is_floating(to), op, ": y must be float32, bfloat16 or float16");
   STD_TORCH_CHECK(scale.numel() == v && dtype_of(scale) == DType::f32 && scale.dim() == 1, op,
                   ": scale must be float32 [", v, "]");
   RowCache cache{view_of(slots), view_of(rows), view_of(counts), view_of(stats)};

@@ -5,8 +5,6 @@
 namespace opsmith {
 namespace {
 
-using Optional = std::optional<Tensor>;
-
 constexpr const char* op = "experts";
 
 // A tensor of these sizes and this dtype, its last dimension contiguous.
@@ -57,8 +55,7 @@ void run(const Tensor& x, const Given& gate_up, const Given& down, int64_t hidde
                   ": x must be [T, D], ids [T, k] and weights [E, ...]");
   const int64_t tokens = x.size(0), d = x.size(1), count = down.weight.size(0), each = ids.size(1);
   const DType dtype = dtype_of(x), number = dtype_of(weights), kind = dtype_of(ids);
-  STD_TORCH_CHECK(dtype == DType::f32 || dtype == DType::bf16 || dtype == DType::f16, op,
-                  ": x must be floating-point");
+  STD_TORCH_CHECK(is_floating(dtype), op, ": x must be floating-point");
   STD_TORCH_CHECK(number == dtype || number == DType::f32, op, ": weights must be float32 or in x's dtype");
   STD_TORCH_CHECK(kind == DType::i32 || kind == DType::i64, op, ": ids must be int32 or int64");
   STD_TORCH_CHECK(0 <= activation && activation <= 3, op, ": no activation ", activation);

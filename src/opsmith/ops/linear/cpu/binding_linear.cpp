@@ -5,8 +5,6 @@
 namespace opsmith {
 namespace {
 
-using Optional = std::optional<Tensor>;
-
 constexpr const char* op = "linear";
 
 void check_matrix(const char* name, const Tensor& t, DType dtype, int64_t rows, int64_t columns) {
@@ -32,8 +30,7 @@ struct Product {
       : x(op, "x", from), y(op, "y", to), residual(op, "residual", added ? *added : to),
         adds(added.has_value()), activation(Activation(code)) {
     const DType dtype = x.dtype();
-    STD_TORCH_CHECK(dtype == DType::f32 || dtype == DType::bf16 || dtype == DType::f16, op,
-                    ": x must be floating-point");
+    STD_TORCH_CHECK(is_floating(dtype), op, ": x must be floating-point");
     for (const auto& [name, rows] : {std::pair("y", &y), std::pair("residual", &residual)}) {
       STD_TORCH_CHECK(rows->rows() == x.rows() && rows->n() == n && rows->dtype() == dtype, op, ": ", name,
                       " must be ", x.rows(), " rows of ", n, " in x's dtype");

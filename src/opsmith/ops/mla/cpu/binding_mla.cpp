@@ -5,8 +5,6 @@
 namespace opsmith::mla {
 namespace {
 
-using Optional = std::optional<Tensor>;
-
 constexpr int64_t kAny = -1;
 
 // Whether a tensor has these sizes, the numbers of its last dimension next to each other, where there are any.
@@ -29,8 +27,7 @@ void check(const char* name, const Optional& t, std::initializer_list<int64_t> s
 // The dtype that a call computes in.
 DType float_type(const char* name, const Tensor& t) {
   const DType dtype = dtype_of(t);
-  STD_TORCH_CHECK(dtype == DType::f32 || dtype == DType::bf16 || dtype == DType::f16, "mla: ", name,
-                  " must be floating-point");
+  STD_TORCH_CHECK(is_floating(dtype), "mla: ", name, " must be floating-point");
   return dtype;
 }
 

@@ -5,13 +5,10 @@
 namespace opsmith {
 namespace {
 
-using Optional = std::optional<Tensor>;
-
 Rows logits_of(const char* op, const char* name, const Tensor& t) {
   const Rows rows(op, name, t);
-  STD_TORCH_CHECK(t.dim() == 2 && (rows.dtype() == DType::f32 || rows.dtype() == DType::bf16 ||
-                                   rows.dtype() == DType::f16),
-                  op, ": ", name, " must be floating-point [T, E]");
+  STD_TORCH_CHECK(t.dim() == 2 && is_floating(rows.dtype()), op, ": ", name,
+                  " must be floating-point [T, E]");
   return rows;
 }
 

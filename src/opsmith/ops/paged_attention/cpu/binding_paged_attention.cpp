@@ -8,14 +8,12 @@
 namespace opsmith {
 namespace {
 
-using Optional = std::optional<Tensor>;
-
 // The caches, [blocks, block size, Hkv, D], for tensors in `dtype`.
 void check_cache(const char* op, const Tensor& keys, const Tensor& values, const Optional& key_scale,
                  const Optional& value_scale, DType dtype) {
   const DType held = dtype_of(keys);
   const bool quantized = held == DType::i8;
-  STD_TORCH_CHECK(is_float(dtype) && (quantized || held == dtype), op,
+  STD_TORCH_CHECK(is_floating(dtype) && (quantized || held == dtype), op,
                   ": caches are int8, or floating-point as what they are used with");
   const Heads k(op, keys, Layout::dense, held), v(op, values, Layout::dense, held);
   STD_TORCH_CHECK(k.like(v, 3), op, ": k_cache and v_cache do not fit each other");

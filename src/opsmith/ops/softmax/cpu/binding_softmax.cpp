@@ -5,8 +5,6 @@
 namespace opsmith {
 namespace {
 
-using Optional = std::optional<Tensor>;
-
 // Scores [outer, L, S]; or rows of any number of dimensions as [1, rows, n], where nothing depends on the place of a row.
 class Scores {
  public:

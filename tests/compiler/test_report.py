@@ -115,5 +115,9 @@ def test_what_to_do_next() -> None:
     assert "0.069 GB" in weights
     assert "verify=False" in unproved
     opsmith.restore(model)
+    model = opsmith.optimize(wide, config=UNTIMED)
+    model(numbers(1, 4096)).sum().backward()  # packed weights do not learn
+    assert "next: " not in str(model.opsmith.report)
+    opsmith.restore(model)
     model = opsmith.optimize(wide, numbers(1, 4096), config=UNTIMED, quantize="int8")
     assert "next: " not in str(model.opsmith.report)

@@ -212,8 +212,9 @@ class Session:
                 f"the budget was spent before {' and '.join(what) or 'a graph'}, which run as they were: "
                 "optimize again with a larger one; what was measured and proved is remembered"
             )
-        if self.unpacked >= _MUCH and config.quantize is None:
-            size = f"{self.unpacked / 1e9:.2g} GB of weights in linear layers are read for every token"
+        learns = [*{s.training for s in self._shapes}] == [True]
+        if self.unpacked >= _MUCH and config.quantize is None and not learns:
+            size = f"{self.unpacked / 1e9:.2g} GB of weights in linear layers are read in each call"
             lines.append(
                 f'{size}: quantize="int8" reads a byte a number, opsmith evaluate says what it loses'
             )

@@ -25,6 +25,7 @@ from opsmith.compiler.modules.linear_layers import layer_of
 from opsmith.kernels import libraries
 from opsmith.operator import Make, Operator, registry
 from opsmith.ops import PackedExperts, PackedLinear
+from opsmith.ops.packed_linear.formats import FORMATS
 from opsmith.proof.verify import Finding, elements_of, verify
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -79,26 +80,11 @@ def further(dtype: torch.dtype) -> Iterator[Call]:
 
     experts = registry()["experts"]
     ids, shares = make.ids(9, 2, high=3), make(9, 2).softmax(-1)
-    for format, bits in (("int8", 8), ("bf16", 16)):
+    for format in ("int8", "bf16", "mxfp4"):
         x, gate_up, down = make(9, 72), layers(80, 72, format), layers(72, 40, format)
-        y = torch.full_like(x, torch.nan)
-        numbers = (
-            *gate_up.packed,
-            *down.packed,
-            ids,
-            shares,
-            None,
-            None,
-            40,
-            bits,
-            0,
-            0,
-            bits,
-            0,
-            0,
-            0,
-            math.inf,
-        )
+        y, of = torch.full_like(x, torch.nan), FORMATS[format]
+        how = (of.bits, of.group, int(of.scales))  # of either weight
+        numbers = (*gate_up.packed, *down.packed, ids, shares, None, None, 40, *how, *how, 0, math.inf)
         torch.ops.opsmith.experts_packed.default(x, *numbers, y=y)
         whole, exact = (
             experts.eager(x.to(t), gate_up.dequantize(t), down.dequantize(t), ids, shares.to(t))

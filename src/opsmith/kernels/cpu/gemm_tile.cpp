@@ -6,22 +6,23 @@ namespace opsmith {
 template <class Units, int M, int N>
 __attribute__((noinline)) void product_in_registers(int64_t depth, Operand a, const float* b, int64_t ldb,
                                                     float* c, int64_t ldc, bool add) {
-  Vec sum[M][N];
+  using Sum = typename Units::Sum;
+  Sum sum[M][N];
 #pragma GCC unroll 8
   for (int r = 0; r < M; ++r) {
 #pragma GCC unroll 8
-    for (int n = 0; n < N; ++n) sum[r][n] = Vec{};
+    for (int n = 0; n < N; ++n) sum[r][n] = Sum{};
   }
   const float* row[M];
 #pragma GCC unroll 8
   for (int r = 0; r < M; ++r) row[r] = a.data + r * a.row_stride;
   for (int64_t k = 0, at = 0; k < depth; ++k, at += a.step) {
-    Vec column[N];
+    Sum column[N];
 #pragma GCC unroll 8
-    for (int n = 0; n < N; ++n) column[n] = load(b + k * ldb + n * W);
+    for (int n = 0; n < N; ++n) column[n] = __builtin_convertvector(load(b + k * ldb + n * W), Sum);
 #pragma GCC unroll 8
     for (int r = 0; r < M; ++r) {
-      const Vec x = Units::broadcast(row[r] + at);
+      const Sum x = __builtin_convertvector(Units::broadcast(row[r] + at), Sum);
 #pragma GCC unroll 8
       for (int n = 0; n < N; ++n) sum[r][n] = Units::mac(x, column[n], sum[r][n]);
     }
@@ -31,7 +32,8 @@ __attribute__((noinline)) void product_in_registers(int64_t depth, Operand a, co
 #pragma GCC unroll 8
     for (int n = 0; n < N; ++n) {
       float* p = c + r * ldc + n * W;
-      store(p, add ? load(p) + sum[r][n] : sum[r][n]);
+      store(p, add ? load(p) + __builtin_convertvector(sum[r][n], Vec)
+                   : __builtin_convertvector(sum[r][n], Vec));
     }
   }
 }

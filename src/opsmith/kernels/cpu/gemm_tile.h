@@ -12,8 +12,6 @@
 #include <cstdint>
 
 #include "pair.h"
-#include "rows.h"
-#include "simd.h"
 
 namespace opsmith {
 
@@ -28,15 +26,19 @@ inline void set_lanes(float* p, float x, int64_t n) { std::fill(p, p + n, x); }
 struct FloatUnits {
   using Element = float;
   static constexpr int per_unit = 1;
-  // Products that one accumulator sums before it is added to C; fewer where each product is rounded by itself.
-  static constexpr int64_t chain = kRoundings > 1 ? 4 : 32;
+  // Without a fused multiply-add a sum of products rounds too often in float.
+  using Sum = std::conditional_t<(kRoundings > 1), DVec, Vec>;
+  // Products that one accumulator sums before it is added to C.
+  static constexpr int64_t chain = kRoundings > 1 ? 512 : 32;
   static Vec broadcast(const float* unit) { return splat(*unit); }
   static Vec mac(Vec a, Vec b, Vec c) { return fma(a, b, c); }
+  static DVec mac(const DVec& a, const DVec& b, const DVec& c) { return a * b + c; }
 };
 
 #if defined(OPSMITH_AVX512) && defined(__AVX512BF16__)
 struct BFloatUnits {
   using Element = bfloat16;
+  using Sum = Vec;
   static constexpr int per_unit = 2;
   static constexpr int64_t chain = 128;  // longer than a float's: bfloat16 inputs leave less to lose
   static Vec broadcast(const float* unit) { return _mm512_set1_ps(*unit); }

@@ -11,8 +11,7 @@
 namespace opsmith {
 namespace {
 
-constexpr int64_t kDepth = kRoundings > 1 ? 16 : 128;  // shorter where each product is rounded by itself
-constexpr int64_t kShort = kRoundings > 1 ? 16 : 32;
+constexpr int64_t kDepth = 128, kShort = 32;
 constexpr int64_t kMostColumns = 256;  // of x, and
 constexpr int64_t kMostRows = 384;  // of the result in a block
 constexpr int64_t kLane = 8;  // a strip's columns with what pads them, so that copying moves whole vectors

@@ -253,11 +253,11 @@ def test_positions_that_are_not_there_are_refused_and_nothing_is_written() -> No
 
 
 class Odd(nn.Module):
-    """A decoder whose cache is asked how long it is while it computes."""
+    """A decoder whose logits are something else, by the cache that it is given."""
 
-    def __init__(self, inner: Any) -> None:
+    def __init__(self, inner: Any, change: Callable[[Any, Any], Any]) -> None:
         super().__init__()
-        self.inner, self.config = inner, inner.config
+        self.inner, self.config, self.change = inner, inner.config, change
 
     def forward(
         self,
@@ -267,15 +267,17 @@ class Odd(nn.Module):
         past_key_values: Any = None,
         use_cache: Any = None,
     ) -> Any:
-        bias = 0 if past_key_values is None else past_key_values.get_seq_length()
         given = {"attention_mask": attention_mask, "position_ids": position_ids, "use_cache": use_cache}
         result = self.inner(input_ids, past_key_values=past_key_values, **given)
-        result.logits = result.logits + bias
+        result.logits = self.change(result.logits, past_key_values)
         return result
 
 
 def test_a_model_that_asks_more_of_its_cache_is_left_alone() -> None:
-    model = opsmith.optimize(Odd(decoder("llama")).eval(), config=QUICK)
+    def longer(logits: Any, cache: Any) -> Any:
+        return logits if cache is None else logits + cache.get_seq_length()
+
+    model = opsmith.optimize(Odd(decoder("llama"), longer).eval(), config=QUICK)
     ids = torch.randint(2, VOCABULARY, (2, 6))
     with torch.no_grad():
         model(ids, use_cache=True)
@@ -294,6 +296,24 @@ def test_a_mask_that_is_more_than_a_window_is_left_alone() -> None:
     # A window that the model has and the cache has not is none of the cache's business, the other way round it is.
     assert isinstance(study(decoder("llama"), ids, [None] * 2, verify=True), nn.Module)
     assert "sees all tokens" in str(study(decoder("llama"), ids, [None, WINDOW], verify=True))
+
+
+def test_pages_may_be_as_far_from_a_model_as_its_roundings() -> None:
+    from opsmith.compiler.modules.paged import prove
+    from opsmith.decoding.step import Stateless
+
+    ids = prompts(2, 40, padded=False)["input_ids"]
+    rough = Odd(decoder("llama").bfloat16(), lambda logits, cache: (256 * logits).sin())
+    assert isinstance(prove.study(rough, ids, [None] * 2, verify=True), nn.Module)
+
+    def wrong(logits: Any, cache: Any) -> Any:
+        return logits * (1 + 1e-3 * isinstance(cache, Stateless))
+
+    model, before = Odd(decoder("llama"), wrong), torch.get_rng_state()
+    why = prove.study(model, ids, [None] * 2, verify=True)
+    assert why == "without its mask and with another cache it computes something else"
+    assert prove._watching.roundings is None
+    assert torch.equal(before, torch.get_rng_state())  # the caller samples as ever
 
 
 def test_eagers_luck_in_one_layer_is_no_fault_of_pages(monkeypatch: pytest.MonkeyPatch) -> None:

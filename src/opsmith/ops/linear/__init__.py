@@ -178,8 +178,7 @@ class _Linear(Call):
             if not (exact and much) or mkl_leads() or torch.is_autocast_enabled("cpu"):
                 return None
             more = ["gelu_backward"] if _NAMES[code] in _GELUS else []
-            ours = supports_onednn(x, weight) is True and native(x, "linear_gradient", *more) is True
-            return "training" if ours else None
+            return "training" if native(x, "linear_unpacked", "linear_gradient", *more) is True else None
         if x.numel() <= ROWS * x.shape[-1] and self.takes("rows", values) is True:
             return "rows"
         if not exact and self.takes("onednn", values) is True:  # float32's sums err too far

@@ -11,7 +11,7 @@ of ours begins, it is called first (`embedding`), and what it would take in sile
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -131,3 +131,30 @@ def recorded(function: type[torch.autograd.Function], *args: Any) -> Any:
     else:
         nodes.begin()  # for the calls to come
     return function.apply(*args)
+
+
+def once(op: str, gradients: Sequence[Any], through: Sequence[torch.Tensor | None]) -> tuple[Any, ...]:
+    """Gradients whose own gradients are an error: a kernel has no derivative that autograd knows.
+
+    The error leads to the tensors that they were made of, `through`. PyTorch's `once_differentiable` has none where the
+    gradient of the result needs none, and autograd goes past it to what was asked for.
+    """
+    if not torch.is_grad_enabled() or compiling():
+        return tuple(gradients)
+    there = [g for g in gradients if g is not None]
+    found = iter(_Once.apply(op, len(there), *there, *through, torch.empty(0, requires_grad=True)))
+    return tuple(None if g is None else next(found) for g in gradients)
+
+
+class _Once(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, op: str, count: int, *tensors: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+        ctx.op = op
+        return tuple(t.detach() for t in tensors[:count] if t is not None)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        raise RuntimeError(
+            f"trying to differentiate twice through opsmith::{ctx.op}, which is a kernel; where second derivatives are "
+            "needed, call the operator's definition in plain PyTorch, opsmith.operator.registry()[name].reference"
+        )

@@ -10,6 +10,7 @@ from tests.call.fast.recorded import CALLS, SAME_KERNELS, Onlooker, leaf, tensor
 
 import opsmith.ops as ops
 from opsmith.call import dispatch
+from opsmith.call.dispatch import always_native
 from opsmith.call.fast import direct, nodes
 from opsmith.call.signature import Gradient, Saved
 from opsmith.kernels import build
@@ -160,6 +161,35 @@ def test_second_derivatives_are_an_error_that_names_the_operator(name):
         with pytest.raises(
             RuntimeError, match=f"trying to differentiate twice through opsmith::{node},.*reference"
         ):
+            twice()
+
+
+FUNCTIONS = {  # calls that no node takes: of other layouts, or with gradients in Python
+    "gelu": lambda x: ops.gelu(x.t()),
+    "softmax": lambda x: ops.softmax(x.t()),
+    "rms_norm": lambda x: ops.rms_norm(x.t()),
+    "linear": lambda x: ops.linear(x, torch.ones(64, 64)),
+    "cross_entropy": lambda x: ops.cross_entropy(x, torch.arange(64), reduction="none"),
+    "moe_route": lambda x: ops.moe_route(x, 4)[1],
+    "experts": lambda x: ops.experts(
+        *(x, torch.ones(4, 64, 64), torch.ones(4, 64, 32)),
+        *(torch.arange(64)[:, None] % 4, torch.ones(64, 1)),
+        activation="silu",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_second_derivatives_are_an_error_where_functions_record_too(name):
+    x = leaf(64, 64)
+    with always_native():
+        y = FUNCTIONS[name](2 * x)
+    found = torch.autograd.grad(y.sum(), x, create_graph=True)[0]  # by a gradient that needs none itself
+    for twice in (
+        lambda: torch.autograd.grad(found.sum(), x, retain_graph=True, allow_unused=True),
+        found.sum().backward,
+    ):
+        with pytest.raises(RuntimeError, match=f"differentiate twice through opsmith::{name},.*reference"):
             twice()
 
 

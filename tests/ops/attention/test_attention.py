@@ -216,3 +216,12 @@ def test_vectors_of_no_numbers_are_no_fault(dtype: torch.dtype) -> None:
         y = attention(q, k, values)
         torch.testing.assert_close(y, values.mean(2, keepdim=True).expand_as(y))
         torch.autograd.grad(y.sum(), [q, k, v], allow_unused=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("shape", [(), (9,), (1, 9), (2, 1, 1, 9)])
+def test_a_mask_of_any_dimensions_broadcasts(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    given = [t.to(dtype) for t in qkv()]
+    mask = torch.rand(shape) > 0.3
+    whole = mask.expand(2, 2, 6, 9)
+    torch.testing.assert_close(attention(*given, mask=mask), reference(*given, mask=whole))

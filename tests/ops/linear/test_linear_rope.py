@@ -123,3 +123,20 @@ def test_errors_name_what_was_expected_and_what_came(change, error, message) -> 
     given = {"x": torch.randn(2, 5, 8), "weight": torch.randn(40, 8), "bias": None, "cos": cos, "sin": sin}
     with pytest.raises(error, match=f"linear_rope: .*{message}"):
         linear_rope(**{**given, "heads": 3, "kv_heads": 1, "head_dim": 8, **change})
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("within", [torch.bfloat16, torch.float16])
+def test_autocast_multiplies_in_its_dtype_and_results_keep_theirs(within: torch.dtype, grad: bool) -> None:
+    x, weight, bias, table, options = operands(9, 32, 4, 2, 16, torch.float32)
+    x.requires_grad_(grad)
+    expected = linear_rope(x.detach(), weight, bias, *table, **options)
+    with always_native(), torch.autocast("cpu", dtype=within):
+        got = linear_rope(x, weight, bias, *table, **options)
+    for a, b in zip(got, expected, strict=True):
+        assert a.dtype == torch.float32
+        torch.testing.assert_close(a, b, rtol=0.05, atol=0.05)
+    if grad:
+        sum(t.sum() for t in got).backward()
+        assert x.grad is not None
+        assert x.grad.dtype == torch.float32

@@ -320,3 +320,21 @@ def test_sizes_of_nothing_are_refused() -> None:
     for wuk in (torch.randn(3, 0, 16), torch.randn(3, 4, 0)):
         with pytest.raises(ValueError, match="none of them 0"):
             mla_q_epilogue(q, wuk, None, None)
+
+
+@pytest.mark.parametrize("quant", [None, "per_token"])
+def test_it_is_compiled_as_one_graph(quant: str | None) -> None:
+    sizes = Sizes()
+    w = sizes.weights() if quant is None else sizes.weights().quantize(quant)
+    x, cos, sin = sizes.inputs()
+    caches = [sizes.cache(), sizes.cache()]
+    slots = sizes.slots(caches[0])
+
+    def run(x: torch.Tensor, cache: MLACache) -> Any:
+        return mla_preprocess(x, w, cos, sin, slots, cache)
+
+    with torch.no_grad():
+        expected = run(x, caches[0])
+        got = torch.compile(run, backend="aot_eager", fullgraph=True)(x, caches[1])
+    for a, b in zip((*got, caches[1].rope), (*expected, caches[0].rope), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)

@@ -87,6 +87,8 @@ def default_scale(q: torch.Tensor) -> float:
 def eager(*given: Any) -> torch.Tensor:
     """PyTorch's fused attention where it can express the call, else the definition."""
     q, k, v, mask, at, keys_at, sinks, alibi, scale, causal, window, softcap = given
+    if mask is not None and mask.dim() < 2:  # which PyTorch's does not broadcast
+        mask = mask.expand(q.shape[2], k.shape[2])
     if softcap or sinks is not None:
         return definition(*given)
     if alibi is not None:

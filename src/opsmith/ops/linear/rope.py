@@ -183,7 +183,7 @@ class _LinearRope(Call):
         if backend == "packed":
             return super().run(backend, values, out)
         x, weight, bias, *rotation = values[:-3]
-        q, k, v = _parts(linear(x, weight, bias), *values[-3:])
+        q, k, v = _parts(linear(x, weight, bias).to(x.dtype), *values[-3:])  # autocast has it in another
         results = [self.fresh(x, shape) for _, shape, _ in self.made(values)] if out is None else [*out]
         _ROTATION.native("opsmith", (q, k, *rotation, False), tuple(results[:2]))
         if out is None and compiling():  # PyTorch 2.11's compiler loses the gradient of what is copied into

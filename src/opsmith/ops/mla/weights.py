@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -174,7 +173,6 @@ class Parts(NamedTuple):
 
 
 TENSORS = Parts._fields[:-2]
-_IN_ORDER: Callable[[dict[str, Any]], Any] = itemgetter(*TENSORS)
 
 
 class MLAWeights(nn.Module):
@@ -381,7 +379,8 @@ class MLAWeights(nn.Module):
 
     def parts(self) -> Parts:
         """The tensors, as the operators take them."""
-        return Parts._make((*_IN_ORDER(self._tensors()), self.quant, self.interleaved))
+        tensors = self._tensors()
+        return Parts._make((*(tensors[name] for name in TENSORS), self.quant, self.interleaved))
 
     @property
     def nbytes(self) -> int:

@@ -62,7 +62,8 @@ def rms_norm_quant(
             no offset.
 
     Returns:
-        q, int8 like x; without a scale (q, s), s [...] float32. A row of zeros has q = 0 and s = 0. No gradient.
+        q, int8 like x; without a scale (q, s), s [...] float32. A row of zeros has q = 0 and s = 0, one with
+            infinity or NaN q = 0 and an s that is not finite.
 
     Raises:
         TypeError, ValueError: for a wrong dtype, shape or device.
@@ -117,9 +118,10 @@ def q8(v: torch.Tensor) -> torch.Tensor:
 
 
 def quantize_rows(y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each row's integers, in floating point, and `s = max|y| / 127` [..., 1]; a row of zeros gives zeros."""
+    """Each row's integers, in floating point, and `s = max|y| / 127` [..., 1]; zeros where s is 0 or not finite."""
     s = y.abs().amax(-1, keepdim=True) / 127 if y.shape[-1] else y.new_zeros((*y.shape[:-1], 1))
-    return torch.where(s > 0, q8(y / torch.where(s > 0, s, 1.0)), 0.0), s
+    there = (s > 0) & (s < math.inf)
+    return torch.where(there, q8(y / torch.where(there, s, 1.0)), 0.0), s
 
 
 def normalize(

@@ -69,16 +69,26 @@ inline void store_q8(int8_t* p, Vec v, Part k) {
   std::memcpy(p, buffer, size_t(k.count));
 }
 
-// A row's integers with the scale max|y| / 127, which is returned; a row of zeros gives zeros.
-inline float quantize_row(const float* y, int64_t n, int8_t* to) {
-  Vec most{};
-  for_lanes(n, [&](int64_t i, auto k) { most = max(most, abs(keep(load(y + i, k), k, 0.0f))); });
-  const float s = reduce_max(most) / 127.0f;
-  if (!(s > 0)) {
+// The largest magnitude of n numbers; NaN where one is: as integers its bits are above all others.
+inline float largest(const float* y, int64_t n) {
+  IVec most{};
+  for_lanes(n, [&](int64_t i, auto k) { most = max(most, as_int(abs(keep(load(y + i, k), k, 0.0f)))); });
+  int32_t top = 0;
+  for (int i = 0; i < W; ++i) top = std::max(top, int32_t(most[i]));
+  float found;
+  std::memcpy(&found, &top, sizeof(found));
+  return found;
+}
+
+// A row's integers with the scale max|y| / 127, which is returned; a row of zeros gives zeros, and so does one that is not
+// finite: its scale says so.
+inline float quantize_row(const float* y, int64_t n, float most, int8_t* to) {
+  const float s = most / 127.0f;
+  if (s > 0 && std::isfinite(s)) {
+    for_lanes(n, [&](int64_t i, auto k) { store_q8(to + i, load(y + i, k) / s, k); });
+  } else {
     std::memset(to, 0, size_t(n));
-    return s;
   }
-  for_lanes(n, [&](int64_t i, auto k) { store_q8(to + i, load(y + i, k) / s, k); });
   return s;
 }
 

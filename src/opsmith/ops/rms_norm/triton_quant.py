@@ -61,8 +61,8 @@ def largest(x, gamma, beta, rstd, n, BLOCK: tl.constexpr, GAMMA: tl.constexpr, B
     for start in range(0, n, BLOCK):
         at = start + tl.arange(0, BLOCK)
         v = normalized(x, gamma, beta, factor, at, at < n, GAMMA, BETA)
-        most = tl.maximum(most, tl.abs(v).to(most.dtype))
-    found = tl.max(most, 0).to(tl.float64)
+        most = tl.maximum(most, tl.abs(v).to(most.dtype), propagate_nan=tl.PropagateNan.ALL)
+    found = (tl.max(most, 0) + tl.sum(most * 0.0, 0)).to(tl.float64)  # NaN of what is not finite
     if EXACT:
         found = found * (rstd / factor.to(tl.float64))
     return found
@@ -100,7 +100,8 @@ def norm_row(
         step = (most / 127.0).to(tl.float32)
         tl.store(s, step)
         rstd = exact.to(tl.float32)
-        step = tl.where(step > 0, step, 1.0)
+        there = (step > 0) & (step < float("inf"))
+        step = tl.where(there, step, 1.0)
     for start in range(0, n, BLOCK):
         at = start + tl.arange(0, BLOCK)
         v = normalized(x, gamma, beta, rstd, at, at < n, GAMMA, BETA)
@@ -109,7 +110,7 @@ def norm_row(
         if FORM == 1:
             tl.store(y + at, q8(tl.div_rn(v, step) + tl.load(offset)), mask=at < n)
         if FORM == 2:
-            tl.store(y + at, q8(tl.div_rn(v, step)), mask=at < n)
+            tl.store(y + at, q8(tl.where(there, tl.div_rn(v, step), 0.0)), mask=at < n)
 
 
 @triton.jit

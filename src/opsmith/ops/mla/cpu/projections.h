@@ -160,7 +160,7 @@ struct IntegerProduct {
     X* const row = to.row(t);
     int8_t* const bytes = reinterpret_cast<int8_t*>(row + n) - n;  // widened in place, from the front
     if constexpr (per_token) {
-      to.scales[t] = quantize_row(y, n, bytes);
+      to.scales[t] = quantize_row(y, n, largest(y, n), bytes);
     } else {
       quantize_row(y, n, p.scale, p.offset, bytes);
     }

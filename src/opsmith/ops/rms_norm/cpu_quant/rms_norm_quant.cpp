@@ -4,23 +4,21 @@
 namespace opsmith {
 namespace {
 
-// A row's scale to the last bit of float32, from the row `y` that `norm_row` made of x: it is a result here, and sums in
-// float32 would cost it some. Only the largest element has to be normalized again.
+// A row's scale to the last bit of float32, from the row `y` that `norm_row` made of x, and its largest number: it is a
+// result here, and sums in float32 would cost it some. Only that number has to be normalized again.
 template <class T>
-float row_scale(const T* x, int64_t n, const float* gamma, const float* beta, float eps, const float* y) {
-  Vec most = {};
+float row_scale(const T* x, int64_t n, const float* gamma, const float* beta, float eps, const float* y,
+                float most) {
+  if (!gamma || !std::isfinite(most)) return most / 127.0f;
   DVec sums[4] = {};
   for_lanes_unrolled<4>(n, [&](int64_t i, int u, auto k) {
-    most = max(abs(load(y + i, k)), most);
     const DVec v = to_double(load(x + i, k));
     sums[u] += v * v;
   });
-  const float largest = reduce_max(most);
-  if (!gamma) return largest / 127.0f;
   int64_t at = 0;  // looked for a vector at a time
-  while (at + W <= n && !any(abs(load(y + at)) >= splat(largest))) at += W;
-  while (at < n && !(std::fabs(y[at]) >= largest)) ++at;
-  if (at == n) return largest / 127.0f;
+  while (at + W <= n && !any(abs(load(y + at)) >= splat(most))) at += W;
+  while (at < n && !(std::fabs(y[at]) >= most)) ++at;
+  if (at == n) return most / 127.0f;
   double value = double(to_float(x[at])) /
                  std::sqrt(reduce_add((sums[0] + sums[1]) + (sums[2] + sums[3])) / double(n) + double(eps)) *
                  double(gamma[at]);
@@ -43,9 +41,10 @@ void rms_norm_quant(View x, View weight, View bias, double eps, View scale, View
         int8_t* const to = q.as<int8_t>() + r * q.strides[0];
         norm_row(x.as<T>() + r * x.strides[0], n, gamma.data(), beta.data(), float(eps), y);
         if (s.defined()) {
-          quantize_row(y, n, to);
+          const float most = largest(y, n);
+          quantize_row(y, n, most, to);
           s.as<float>()[r] = row_scale(x.as<T>() + r * x.strides[0], n, gamma.data(), beta.data(), float(eps),
-                                       y);
+                                       y, most);
         } else {
           quantize_row(y, n, step, shift, to);
         }

@@ -134,6 +134,11 @@ def test_reductions_share_a_pass_where_they_can(text: str, passes: list[list[str
     assert kinds(text) == passes
 
 
+def test_a_mean_that_is_a_result_has_its_own_sum() -> None:
+    f = parse({"m": "mean(a)", "y": "(a - m) * rsqrt(var(a) + 1)"}, {"a": X}, {"m": None, "y": None})
+    assert [sorted(s.kind for s in stage) for stage in plan(f).stages] == [["Moments", "Sum"]]
+
+
 def test_a_maximum_along_rows_is_left_to_autograd() -> None:
     f = parse({"y": "a - max(a)"}, {"a": X}, {"y": None})
     with pytest.raises(NoDerivative, match="max along rows"):

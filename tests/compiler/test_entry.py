@@ -146,3 +146,30 @@ def test_what_dynamo_has_forgotten_is_captured_as_before() -> None:
     graphs = model.opsmith.graphs  # type: ignore[union-attr]
     found = [{name.rpartition("_")[0] for name in graph.sites} for graph in graphs]
     assert found == [{"linear", "rms_norm"}] * 2
+
+
+class Scanning(nn.Module):
+    """Which has another way where Dynamo reads it, by an operator that cannot be studied, as Mamba has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+        self.eager = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.norm(x)
+        if not torch.compiler.is_compiling():
+            self.eager += 1
+            return x.cumsum(0)
+        scan = torch._higher_order_ops.associative_scan
+        return scan(torch.add, x, dim=0, combine_mode="generic")
+
+
+@torch.no_grad()
+def test_a_graph_that_is_left_is_left_to_the_models_own_code() -> None:
+    model, x = Scanning().eval(), torch.randn(6, 8)
+    with pytest.warns(UserWarning, match="could not be studied"):
+        opsmith.optimize(model, x, config=UNTIMED)
+    before = model.eager
+    torch.testing.assert_close(model(x), model._call_impl(x))
+    assert model.eager == before + 2

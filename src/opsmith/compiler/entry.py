@@ -126,7 +126,9 @@ def entry(model: nn.Module, session: Session) -> Callable[..., Any]:
             what = type(model).__name__, ", ".join(str(tuple(t.shape)) for t in tensors)
             _LOG.info("captured and studied a call of %s on %s in %.1f s", *what, time.monotonic() - started)
         if plain:
-            seen[key] = model._call_impl if left else compiled
+            # Where Dynamo reads it, code may go another way, and a slower one: not for graphs that run as they were.
+            alone = left or (session.graphs and all(graph.report.left for graph in session.graphs))
+            seen[key] = model._call_impl if alone else compiled
         return result
 
     return call

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from opsmith.authoring.formula.nodes import ELEMENTWISE, REDUCTIONS, ROTATIONS, Formula, Graph, Node
@@ -82,11 +82,11 @@ def plan(
     seen: set[int] = set()
     nodes = [n for o in outputs for n in o.node.walk(seen)]
     rotation = next((n.kind for n in nodes if n.kind in ROTATIONS), None)
-    stages = _stages(nodes)
+    stages = _stages(nodes, [o.node for o in outputs])
     return Plan(inputs, dict(formula.attributes), tuple(outputs), space, stages, rotation, formula.truths)
 
 
-def _stages(nodes: list[Node]) -> tuple[tuple[Statistic, ...], ...]:
+def _stages(nodes: list[Node], results: Sequence[Node]) -> tuple[tuple[Statistic, ...], ...]:
     statistics: dict[tuple[int, str], Statistic] = {}
     level: dict[int, int] = {}
     depth: dict[int, int] = {}  # of a statistic
@@ -101,12 +101,13 @@ def _stages(nodes: list[Node]) -> tuple[tuple[Statistic, ...], ...]:
             depth[id(statistic)] = below
             below += 1
         level[id(node)] = below
-    # One look at a row is enough for the mean beside the variance, and for the maximum beside the sum of powers.
+    # One look at a row is enough for the mean beside the variance, and for the maximum beside the sum of powers. But a mean
+    # that is a result has its sum, which is rounded less than a mean that goes along.
     for (arg_id, kind), statistic in list(statistics.items()):
         for whole, part in (("Moments", "mean"), ("Online", "max")):
             if kind == ("Sum" if part == "mean" else "Max") and (arg_id, whole) in statistics:
                 larger = statistics[arg_id, whole]
-                if part in statistic.answers:
+                if part in statistic.answers and statistic.answers[part] not in results:
                     larger.answers[part] = statistic.answers.pop(part)
                 if not statistic.answers:
                     del statistics[arg_id, kind]

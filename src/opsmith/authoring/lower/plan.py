@@ -101,8 +101,8 @@ def _stages(nodes: list[Node], results: Sequence[Node]) -> tuple[tuple[Statistic
             depth[id(statistic)] = below
             below += 1
         level[id(node)] = below
-    # One look at a row is enough for the mean beside the variance, and for the maximum beside the sum of powers. But a mean
-    # that is a result has its sum, which is rounded less than a mean that goes along.
+    # One look at a row is enough for the mean beside the variance, and for the maximum beside the sum of powers.
+    # But a mean that is a result has its sum, which is rounded less than a mean that goes along.
     for (arg_id, kind), statistic in list(statistics.items()):
         for whole, part in (("Moments", "mean"), ("Online", "max")):
             if kind == ("Sum" if part == "mean" else "Max") and (arg_id, whole) in statistics:

@@ -43,6 +43,9 @@ class Activity:
     device: DeviceType = DeviceType.CUDA
     annotation: bool = False
 
+    def name(self) -> str:
+        return "kernel"
+
     def start_ns(self) -> int:
         return self.start
 

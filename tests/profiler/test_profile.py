@@ -8,6 +8,7 @@ import math
 import shlex
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ from opsmith.operator import registry
 from opsmith.profiler import Profile
 from opsmith.profiler.collect import align
 from opsmith.profiler.data import ATTENTION, MATMUL, NORM, Phase, Row, bill
-from opsmith.profiler.report.text import _layers_table
+from opsmith.profiler.report.text import _layers_table, per_token
 from opsmith.proof.replay import call_of, sample_of
 from tests.compiler.models import Encoder, ids, seeded
 
@@ -311,3 +312,136 @@ def test_the_schema_of_the_page_is_that_of_the_json() -> None:
     )
     profile = json.loads(opsmith.Profile("nothing").to_json())
     assert profile.keys() == schema["properties"].keys()
+
+
+class Keeper(nn.Module):
+    """A module whose calls leave something: a cache that is handed in, a buffer, an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.calls = Stack(False), 0
+        self.register_buffer("seen", torch.zeros(1))
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x: torch.Tensor, cache: dict[str, torch.Tensor] | None = None) -> torch.Tensor:
+        self.calls += 1
+        self.seen = self.seen + 1
+        if cache is not None:
+            x = cache["x"] = torch.cat([cache["x"], x], 1)
+        result: torch.Tensor = self.norm(self.layers(x).transpose(1, 2))
+        return result
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_a_block_runs_nothing_of_the_callers_twice(mode: Any) -> None:
+    model, cache = Keeper(), {"x": torch.randn(2, 16, WIDTH)}
+    with mode(), opsmith.profile() as recording:
+        model(torch.randn(2, 16, WIDTH), cache)
+    assert cache["x"].shape[1] == 32
+    assert (model.calls, model.seen.item(), model.norm.num_batches_tracked.item()) == (1, 1.0, 1)
+    phase = recording.profile.phases[0]
+    assert phase.notes == []
+    rows = [r for r in phase.rows if r.operator == "attention"]
+    assert all("k 2×4×32×16" in r.shape for r in rows)  # what was run, not what a second call would see
+    assert phase.total == pytest.approx(phase.wall, rel=0.02)
+
+
+def test_a_call_that_cannot_be_copied_is_not_run_again() -> None:
+    model = Keeper()
+    model.generator = (x for x in ())  # deepcopy refuses it
+    with opsmith.profile() as recording:
+        model(torch.randn(2, 16, WIDTH))
+    assert model.calls == 1
+    assert "were not recognized: TypeError: cannot pickle 'generator'" in recording.profile.phases[0].notes[0]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("phase", ["train", "backward", "forward"])
+def test_gradients_modes_and_buffers_are_as_they_were(phase: str, fails: bool) -> None:
+    class Failing(Keeper):
+        def forward(self, *args: Any) -> torch.Tensor:
+            result = super().forward(*args)
+            if fails and self.calls > 4:
+                raise RuntimeError("no luck")
+            return result
+
+    model = Failing()
+    model.norm.eval()  # one part frozen
+    gradients = [torch.ones_like(p) for p in model.parameters()]
+    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+        parameter.grad = gradient
+    before = {name: (b, b.clone()) for name, b in model.named_buffers()}
+    profile = profiled(model, torch.randn(2, 8, WIDTH), phase=phase)
+    assert ("no luck" in profile.partial) is fails
+    assert all(p.grad is g and g.eq(1).all() for p, g in zip(model.parameters(), gradients, strict=True))
+    for name, buffer in model.named_buffers():
+        assert buffer is before[name][0]
+        assert torch.equal(buffer, before[name][1])
+    assert model.training
+    assert not model.norm.training
+
+
+def test_a_training_step_of_ones_own() -> None:
+    model, x = seeded(lambda: Stack(False)).train(), torch.randn(2, 32, WIDTH)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+
+    def step() -> None:
+        model(x).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    phase = profiled(step).phases[0]
+    rows = {b.name: b for b in bill(phase.rows, "operator")}
+    assert {n: rows[n].calls for n in ("rms_norm", "rms_norm backward", "attention")} == {
+        "rms_norm": 2,
+        "rms_norm backward": 2,
+        "attention": 2,
+    }
+    assert not any("not recognized" in note for note in phase.notes)
+
+
+def test_a_function_that_looks_at_values_is_read_by_its_modules() -> None:
+    model, x = seeded(lambda: Stack(False)), torch.randn(2, 32, WIDTH)
+    phase = profiled(torch.no_grad()(lambda: model(x).sum().item() > 0)).phases[0]
+    assert {b.name: b.calls for b in bill(phase.rows, "operator")}["rms_norm"] == 2
+    assert not any("not recognized" in note for note in phase.notes)
+
+
+def test_one_profile_at_a_time() -> None:
+    model, x = Stack(True), torch.randn(2, 8, WIDTH)
+    with opsmith.profile() as outer:
+        with pytest.raises(RuntimeError, match="another profile is being recorded"), opsmith.profile():
+            model(x)
+        with pytest.raises(RuntimeError, match="another profile is being recorded"):
+            profiled(model, x)
+        model(x)
+    assert sum(r.calls for r in outer.profile.phases[0].rows if r.operator == "attention") >= 2
+    with opsmith.profile():
+        model(x)
+
+
+def test_a_model_without_tokens() -> None:
+    """An image has none, and what few operators do says nothing of the whole."""
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 2)
+    )
+    profile = profiled(model.eval(), torch.randn(4, 3, 64, 64))
+    assert "token" not in profile.table()
+    phase = Phase("forward", 1.0, tokens=8)
+    phase.rows = [
+        Row(MATMUL, "a", "1", seconds=0.1, least=0.1),
+        Row(MATMUL, "b", "1", seconds=0.9, known=False),
+    ]
+    said = per_token(profile, phase)
+    assert "8 tokens/s now" in said
+    assert "MFU" not in said
+    assert "at the roof" not in said
+
+
+def test_an_encoder_that_keeps_no_cache_has_no_decode() -> None:
+    class Encoding(Keeper):
+        def forward(self, input_ids: Any = None, past_key_values: Any = None, use_cache: bool = False) -> Any:
+            return SimpleNamespace(past_key_values=None)
+
+    with pytest.raises(ValueError, match="decode needs a model that takes input_ids and past_key_values"):
+        opsmith.profile(Encoding(), {"input_ids": torch.zeros(1, 4, dtype=torch.long)}, phase="decode")

@@ -25,7 +25,7 @@ from opsmith.profiler.composites import CallSequence
 from opsmith.profiler.data import Phase
 from opsmith.profiler.marks import Marks, Modules
 from opsmith.profiler.phases import PHASES, Work, bytes_of, phase_of
-from opsmith.profiler.repeat import block, once, one_line, overhead, traced_call, watch_shapes
+from opsmith.profiler.repeat import block, once, one_line, overhead, traced_runs, watch_shapes
 from opsmith.profiler.result import Profile
 from opsmith.profiler.roofline import Roofs, judge
 from opsmith.version import VERSION
@@ -116,7 +116,7 @@ class Recording:
     def __init__(self, name: str):
         self._name = name
         self._stack = ExitStack()
-        self._modules = Modules(keep_runs=4)
+        self._modules = Modules()
         self._profile: Profile | None = None
 
     @property
@@ -144,12 +144,7 @@ class Recording:
         run = watched(self._ops())[0]
         found = Phase("program", run.seconds, samples=[run.seconds])
         overhead(found, run, [], [])
-        guides = []
-        for i, one in enumerate(self._modules.runs):
-            calls = traced_call(one.module, one.args, one.kwargs, found)
-            if calls is not None:
-                calls.run = i
-                guides.append(calls)
+        guides = traced_runs(self._modules.runs, found)
         roofs = Roofs()
         _fill(found, run, [run], guides)
         result.phases.append(found)
@@ -185,7 +180,7 @@ def _phase(result: Profile, work: Work, model: Any, roofs: Roofs, budget_s: floa
         found.weight_bytes = bytes_of([*model.parameters()])
     marks = Marks(model)
     root = model if isinstance(model, nn.Module) else None
-    follow = root is not None and marks.session is None and not hasattr(model, "_orig_mod")
+    follow = marks.session is None and not hasattr(model, "_orig_mod")
     blocks: list[list[Watched]] = []
     plain: list[list[float]] = []
     calls: list[CallSequence] = []

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import os
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -23,13 +24,14 @@ from torch._C._autograd import DeviceType
 from torch._C._profiler import _ExperimentalConfig, _RecordFunctionFast
 
 from opsmith.profiler.costs import Inputs
-from opsmith.profiler.marks import MODULE, RUN, SITE, Mark
+from opsmith.profiler.marks import COPY, MODULE, RUN, SITE, Mark
 from opsmith.profiler.recorder import Recorded, library, recording
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # its own log says on stderr that it starts and stops
 
 REPETITION = "opsmith.repetition"  # our annotation in the profiler's tree around each of them
 
+_ALONE = threading.Lock()  # held while a session records: PyTorch has one profiler, and another would end it
 Kernel = tuple[int, int]  # of a GPU: when it began and ended, in nanoseconds
 
 
@@ -80,20 +82,23 @@ class Watched:
 @contextlib.contextmanager
 def session(shapes: bool) -> Iterator[Callable[[], list[Op]]]:
     """A profiler, with or without shapes; what it yields gives the operators, once it has stopped."""
+    if _ALONE.locked():
+        raise RuntimeError("profile: another profile is being recorded; end that before this one begins")
     gpu = _gpu()
-    if not shapes and not gpu:
-        with recording() as found:
-            if found is not None:
-                yield lambda: in_order(found)
-                return
-    with torch.autograd.profiler.profile(
-        use_kineto=True,
-        record_shapes=shapes,
-        use_device="cuda" if gpu else None,
-        # Which kernel belongs to which operator is asked on a GPU only; without, an operator costs a fifth less.
-        experimental_config=_ExperimentalConfig(disable_external_correlation=not gpu),
-    ) as profiler:
-        yield lambda: tree(profiler.kineto_results, gpu)
+    with _ALONE:
+        if not shapes and not gpu:
+            with recording() as found:
+                if found is not None:
+                    yield lambda: in_order(found)
+                    return
+        with torch.autograd.profiler.profile(
+            use_kineto=True,
+            record_shapes=shapes,
+            use_device="cuda" if gpu else None,
+            # Which kernel belongs to which operator is asked on a GPU only; without, an operator costs a fifth less.
+            experimental_config=_ExperimentalConfig(disable_external_correlation=not gpu),
+        ) as profiler:
+            yield lambda: tree(profiler.kineto_results, gpu)
 
 
 def preorder(ops: Iterable[Op]) -> Iterator[Op]:
@@ -147,6 +152,9 @@ def tree(results: Any, gpu: bool = False) -> list[Op]:
             main = root.start_tid if main is None else main
             if root.start_tid == main:
                 found += _ops(root, "", -1, kernels)
+    copies = [e for e in results.events() if e.name() == COPY and e.device_type() == DeviceType.CPU]
+    for op in (op for op in found if op.name == REPETITION):
+        op.end -= sum(e.duration_ns() for e in copies)  # the profiler's own work is none of the program's
     return sorted(found, key=lambda op: op.start)
 
 
@@ -171,7 +179,9 @@ def _ops(event: Any, module: str, run: int, kernels: dict[int, list[Kernel]] | N
         module = name[len(MODULE) :]
     elif name.startswith(RUN):
         run = int(name[len(RUN) :])
-    children = [op for c in event.children if _is_op(c) for op in _ops(c, module, run, kernels)]
+    children = [
+        op for c in event.children if _is_op(c) and c.name != COPY for op in _ops(c, module, run, kernels)
+    ]
     if name.startswith((MODULE, RUN)):
         return children
     fields = event.typed[1]

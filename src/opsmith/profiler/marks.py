@@ -7,6 +7,7 @@ optimized model's programs.
 from __future__ import annotations
 
 import contextlib
+import copy
 import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._C._profiler import _RecordFunctionFast
+from torch.utils import _pytree as pytree
 
 from opsmith.compiler.plan import PlanStep
 from opsmith.compiler.program.graph import CompiledGraph
@@ -23,7 +25,8 @@ from opsmith.compiler.program.program import Program
 from opsmith.operator import Operator, registry
 from opsmith.proof.replay import call_of
 
-MODULE, RUN, SITE = "opsmith.module.", "opsmith.run.", "site::"
+MODULE, RUN, SITE, COPY = "opsmith.module.", "opsmith.run.", "site::", "opsmith.copy"
+LARGEST = 1 << 28  # bytes that are copied so that one call can be run again
 
 
 @dataclass
@@ -39,22 +42,34 @@ class Mark:
 
 @dataclass
 class Run:
-    """One call of a module that stands in no other: what a program's composites are recognized from."""
+    """One call of a module that stands in no other, or why it is not copied: what composites are recognized from."""
 
     module: nn.Module
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    copied: tuple[nn.Module, tuple[Any, ...], dict[str, Any]] | Exception | None
+
+
+def _copied(module: nn.Module, args: Any, kwargs: Any) -> Any:
+    """A call as it is before it runs, nothing of it the caller's but for the weights; or the error."""
+    given = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+    try:
+        if sum(t.nbytes for t in (*given, *module.buffers())) > LARGEST:
+            raise ValueError("a call's arguments and buffers are too large to be copied for it")
+        with torch.inference_mode(False), torch.no_grad():
+            known = {id(t): t.detach().clone() for t in given} | {id(p): p for p in module.parameters()}
+            return copy.deepcopy((module, args, kwargs), known)
+    except Exception as error:  # whatever a user's object does where it is copied
+        return error
 
 
 class Modules:
     """Follows which module is at work, by name, while it is entered: an annotation around each call."""
 
-    def __init__(self, root: nn.Module | None = None, keep_runs: int = 0):
+    def __init__(self, root: nn.Module | None = None):
         self.runs: list[Run] = []
         self._names: dict[int, str] = {}
         self._roots: list[nn.Module] = []  # held, so that no id comes to mean another module
         self._stack: list[str] = []
-        self._keep = keep_runs
+        self._keep = 4 if root is None else 0
         if root is not None:
             self._learn(root, "")
 
@@ -80,7 +95,8 @@ class Modules:
             label = f"{MODULE}{name}"
             if outermost and self._keep:
                 if len(self.runs) < self._keep:
-                    self.runs.append(Run(module, args, kwargs))
+                    with _RecordFunctionFast(COPY):
+                        self.runs.append(Run(module, _copied(module, args, kwargs)))
                     label = f"{RUN}{len(self.runs) - 1}"
                 else:
                     label = f"{RUN}-1"

@@ -68,30 +68,54 @@ def phase_of(name: str, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any
             return model(*args, **kwargs)
 
     own = run if isinstance(model, nn.Module) else lambda: model(*args, **kwargs)
-    return Work(name, own, model, args, kwargs)
+    close = _kept(model) if isinstance(model, nn.Module) and model.training else _nothing
+    return Work(name, own, model, args, kwargs, close=close)
+
+
+def _kept(model: nn.Module) -> Callable[[], None]:
+    """What puts gradients, modes and buffers back as they are now: repetitions add to them."""
+    gradients = [(p, p.grad) for p in model.parameters()]
+    modes = [(module, module.training) for module in model.modules()]
+    own = [(m, name, b, b.detach().clone()) for m, _ in modes for name, b in m.named_buffers(recurse=False)]
+
+    @torch.no_grad()
+    def put_back() -> None:
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+        for module, mode in modes:
+            module.training = mode
+        for module, name, buffer, value in own:
+            setattr(module, name, buffer)
+            if not torch.equal(buffer, value):  # a graph of the caller's may need what was not written
+                buffer.copy_(value)
+
+    return put_back
 
 
 def _decode(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Work:
     """One token for each sequence, on the cache that the example leaves; the cache is cut back after each."""
     ids = kwargs.get("input_ids", args[0] if args else None)
+    refusal = ValueError(
+        "profile: decode needs a model that takes input_ids and past_key_values; give your own step to "
+        "opsmith.profile as a callable"
+    )
     if not _takes(model, "past_key_values") or not isinstance(ids, torch.Tensor):
-        raise ValueError(
-            "profile: decode needs a model that takes input_ids and past_key_values; give your own step to "
-            "opsmith.profile as a callable"
-        )
+        raise refusal
     state: dict[str, Any] = {}
     step = ids[:, -1:]
     work = Work("decode", _nothing, model, (), {"input_ids": step})
 
     def filled() -> Any:
         with torch.no_grad():
-            return model(input_ids=ids, use_cache=True).past_key_values
+            return getattr(model(input_ids=ids, use_cache=True), "past_key_values", None)
 
     def arguments() -> dict[str, Any]:
         return {"input_ids": step, "past_key_values": filled(), "use_cache": True}
 
     def ready() -> None:
         state["cache"] = filled()
+        if state["cache"] is None:  # an encoder whose class could be a decoder
+            raise refusal
         state["length"] = state["cache"].get_seq_length()
         work.cache_bytes = bytes_of(_cached(state["cache"]))
 
@@ -123,7 +147,7 @@ def _training(name: str, model: Any, args: tuple[Any, ...], kwargs: dict[str, An
         kwargs = {"use_cache": False, **kwargs}
     # While a model is traced, a cache spares the search for packed sequences, which looks at values.
     traced = {k: v for k, v in kwargs.items() if k != "use_cache"}
-    state: dict[str, Any] = {"was": model.training, "gradients": [p.grad for p in model.parameters()]}
+    state: dict[str, Any] = {}
 
     def loss() -> torch.Tensor:
         output = model(*args, **kwargs)
@@ -137,6 +161,7 @@ def _training(name: str, model: Any, args: tuple[Any, ...], kwargs: dict[str, An
 
     def before() -> None:
         model.train()
+        after()  # the gradients that are there are the caller's, and autograd would add to them
         if name == "backward":
             state["loss"] = loss()
 
@@ -147,12 +172,7 @@ def _training(name: str, model: Any, args: tuple[Any, ...], kwargs: dict[str, An
         state.pop("loss", None)
         model.zero_grad(set_to_none=True)
 
-    def close() -> None:
-        model.train(state["was"])
-        for parameter, gradient in zip(model.parameters(), state["gradients"], strict=True):
-            parameter.grad = gradient
-
-    return Work(name, run, model, args, traced, before=before, after=after, close=close)
+    return Work(name, run, model, args, traced, before=before, after=after, close=_kept(model))
 
 
 def _takes(model: Any, argument: str) -> bool:
@@ -174,12 +194,12 @@ def _ids(args: Iterable[Any], kwargs: dict[str, Any]) -> torch.Tensor | None:
 
 
 def _tokens(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """Tokens of an example: its integers, or the rows of its first tensor."""
+    """Tokens of an example: its integers, or the rows of `[batch, tokens, width]`; none of an image."""
     ids = _ids(args, kwargs)
     if ids is not None:
         return ids.numel()
     first = next((v for v in (*args, *kwargs.values()) if isinstance(v, torch.Tensor)), None)
-    return first.numel() // max(first.shape[-1], 1) if first is not None and first.dim() else 0
+    return first.numel() // max(first.shape[-1], 1) if first is not None and first.dim() == 3 else 0
 
 
 def _facts(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, float]:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from statistics import median
 from typing import Any
 
 import torch
 
 from opsmith import measure
-from opsmith.profiler.collect import Watched, names_of, repetition, session, settle, watched
+from opsmith.profiler.collect import Watched, names_of, preorder, repetition, session, settle, watched
 from opsmith.profiler.composites import CallSequence, of_sites, trace
 from opsmith.profiler.data import Phase
-from opsmith.profiler.marks import Marks, Modules
+from opsmith.profiler.marks import Marks, Modules, Run
 from opsmith.profiler.phases import Work
 
 CERTAIN = 0.02  # how exactly repetitions must tell the overhead for it to be theirs
@@ -25,8 +26,8 @@ def watch_shapes(
     work: Work, marks: Marks, modules: Modules, follow: bool, found: Phase
 ) -> list[CallSequence]:
     """One repetition with shapes, which `work` keeps, and the sequences of calls that it is read by."""
+    work.ready()
     try:
-        work.ready()
         for _ in range(WARM if marks.session is not None or hasattr(work.traced, "_orig_mod") else 1):
             once(work)
         marks.keep_calls = True
@@ -42,23 +43,37 @@ def watch_shapes(
         # What the compiler left to PyTorch, because that is faster or more accurate, is still the operator it is.
         graphs = marks.session.graphs
         return [of_sites(g.original.graph, [known.site for known in g.sites.values()]) for g in graphs]
-    traced = traced_call(work.traced, work.args, work.kwargs, found, work.fresh)
-    return [traced] if traced is not None else []
+    learns = any(op.backward for op in preorder(work.shaped.ops if work.shaped is not None else ()))
+    if not (learns and modules.runs):  # gradients are not traced, only the calls that they are of
+        kwargs = {**work.kwargs, **(work.fresh() if work.fresh is not None else {})}
+        traced = _traced(work.traced, work.args, kwargs, [] if modules.runs else found.notes)
+        if traced is not None:
+            modules.runs.clear()
+            return [traced]
+    return traced_runs(modules.runs, found)
 
 
-def traced_call(
-    call: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    found: Phase,
-    fresh: Callable[[], dict[str, Any]] | None = None,
-) -> CallSequence | None:
+def _traced(call: Any, args: Any, kwargs: Any, notes: list[str]) -> CallSequence | None:
     """The sequence of a call; None, with a note, where PyTorch can't trace it."""
     try:
-        return trace(call, args, {**kwargs, **(fresh() if fresh is not None else {})})
+        if isinstance(call, Exception):
+            raise call
+        return trace(call, args, kwargs)
     except Exception as error:  # a model may do anything while it is traced; classes come from its calls then
-        found.notes.append(f"operators written as several calls were not recognized: {one_line(error)}")
+        notes.append(f"operators written as several calls were not recognized: {one_line(error)}")
         return None
+
+
+def traced_runs(runs: Sequence[Run], found: Phase) -> list[CallSequence]:
+    """The sequences of modules' calls, each run again on its copy, which is gone after that."""
+    guides = []
+    for i, one in enumerate(runs):
+        copied, one.copied = one.copied, None
+        call, args, kwargs = copied if isinstance(copied, tuple) else (copied, (), {})
+        calls = _traced(call, args, kwargs, found.notes)
+        if calls is not None:
+            guides.append(replace(calls, run=i))
+    return guides
 
 
 def once(work: Work) -> float:

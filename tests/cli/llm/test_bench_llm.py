@@ -75,6 +75,13 @@ def test_what_cannot_be_is_one_line(
     assert line.count("\n") == 1
 
 
+def test_an_encoder_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
+    transformers.BertModel(transformers.BertConfig(**sizes, intermediate_size=64)).save_pretrained(tmp_path)
+    assert main(["bench-llm", str(tmp_path), "--prompt", "8", "--new-tokens", "4"]) == 1
+    assert "a bert model generates no text; name a causal one" in capsys.readouterr().err
+
+
 def test_no_model_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "broken.gguf").write_bytes(b"GGUF")
     for name, said in {

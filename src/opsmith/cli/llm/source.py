@@ -62,7 +62,10 @@ def resolve(name: str, workspace: Path) -> Source:
         raise CommandError(
             f"{name} is no folder, no .gguf file, and neither gemma nor llama-1b; name one of these"
         )
-    return Source(path, configuration(path), gguf)
+    config = configuration(path)
+    if not any(each.endswith(("ForCausalLM", "LMHeadModel")) for each in config.architectures or ()):
+        raise CommandError(f"{name}: a {config.model_type} model generates no text; name a causal one")
+    return Source(path, config, gguf)
 
 
 def prompts(source: Source, batch: int, length: int) -> torch.Tensor:

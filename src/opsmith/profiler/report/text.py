@@ -106,12 +106,13 @@ def per_token(profile: Findings, phase: Phase) -> str:
     flops, moved = sum(r.flops for r in phase.rows), sum(r.bytes for r in phase.rows)
     dtype = next(iter(sums(phase.rows, "dtype", "flops")), "")  # that most operations run in
     rate, band = profile.roofs.get(f"matmul {dtype}"), profile.roofs.get("memory")
+    known = phase.with_formula >= 0.5  # sums over a few operators say nothing of the whole
     return (
         f"{phase.name} per token ({phase.tokens} tokens): {phase.wall / phase.tokens * 1e6:.3g} µs, weights "
-        f"{phase.weight_bytes / 1e6:.1f} MB, cache {phase.cache_bytes / 1e6:.2f} MB, MFU "
-        f"{_part(flops / phase.wall, rate)}, MBU {_part(moved / phase.wall, band)}, "
-        f"{phase.tokens / phase.wall:,.0f} tokens/s now"
-        + (f", {phase.tokens / least:,.0f} at the roof" if least else "")
+        f"{phase.weight_bytes / 1e6:.1f} MB, cache {phase.cache_bytes / 1e6:.2f} MB, "
+        + (f"MFU {_part(flops / phase.wall, rate)}, MBU {_part(moved / phase.wall, band)}, " if known else "")
+        + f"{phase.tokens / phase.wall:,.0f} tokens/s now"
+        + (f", {phase.tokens / least:,.0f} at the roof" if least and known else "")
     )
 
 

@@ -19,10 +19,11 @@ import torch
 from opsmith.authoring import project
 from opsmith.authoring.new import create
 from opsmith.backends import OWN, installed
+from opsmith.call.fast import direct
 from opsmith.cli import main
 from opsmith.kernels import libraries, nvcc, triton
 from opsmith.kernels.compiler import find_compiler
-from opsmith.operator import Operator
+from opsmith.operator import Make, Operator
 from opsmith.proof.verify import verify
 from tests.authoring.prototypes import PROTOTYPES, prototype, text
 
@@ -129,10 +130,10 @@ def test_the_function_refuses_what_does_not_fit(load: Callable[[str], Operator])
         rope(x, cos[:4], cos)
     with pytest.raises(ValueError, match=r"D must be even, as its elements are pairs; got 7"):
         rope(x[..., :7], cos[:, :7], cos[:, :7])
-    with pytest.raises(TypeError, match=r"sin is missing"):
+    with pytest.raises(TypeError, match=r"rope_custom\(\) missing 1 required positional argument: 'sin'"):
         rope(x, cos)
-    with pytest.raises(TypeError, match=r"got also eps"):
-        rope(x, cos, cos, eps=1)
+    with pytest.raises(TypeError, match=r"rope_custom\(\) got an unexpected keyword argument 'eps'"):
+        rope(x, cos, sin=cos, eps=1)
     with pytest.raises(TypeError, match=r"got float32, float16, float32; cast them first"):
         rope(x, cos.half(), cos)
     with pytest.raises(ValueError, match=r"out must be float32 \(2, 3, 5, 8\)"):
@@ -146,6 +147,85 @@ def test_the_function_refuses_what_does_not_fit(load: Callable[[str], Operator])
     # One row of the table for one new token: no other code for streaming decode.
     whole = rope(x, cos, cos)
     assert torch.allclose(rope(x[:, :, -1:], cos[-1:], cos[-1:]), whole[:, :, -1:])
+
+
+@runs
+def test_a_number_that_is_none_is_named(load: Callable[[str], Operator]) -> None:
+    x = torch.randn(3, 8)
+    with pytest.raises(TypeError, match=r"^layer_norm_custom: eps must be a number, got 'a' \(str\)$"):
+        load("LayerNormCustom").function(x, x[0], x[0], eps="a")
+
+
+@runs
+def test_leading_sizes_must_agree_and_not_their_product_alone(load: Callable[[str], Operator]) -> None:
+    silu_mul = load("SiluMulCustom").function
+    silu_mul(torch.ones(2, 3, 4), torch.ones(2, 3, 4))
+    with pytest.raises(ValueError, match=r"must have shape \[\.\.\., N\] with \.\.\. = \(2, 3\), N = 4"):
+        silu_mul(torch.ones(2, 3, 4), torch.ones(3, 2, 4))
+
+
+@runs
+def test_a_call_looks_at_no_file(load: Callable[[str], Operator], monkeypatch: pytest.MonkeyPatch) -> None:
+    card = load("SiluMulCustom")
+    gate, up = torch.randn(8, 8, requires_grad=True), torch.randn(8, 8)
+    card.function(gate, up)
+    seen: list[str] = []
+    for name in ("stat", "lstat", "scandir", "listdir"):
+        usual = getattr(os, name)
+        monkeypatch.setattr(
+            os, name, lambda path, *a, f=usual, **k: seen.append(str(path)) or f(path, *a, **k)
+        )
+    for one in (gate, gate.detach(), gate.detach().t(), gate.detach().double()):
+        card.function(one, up.to(one.dtype))
+    assert seen == []
+
+
+@pytest.mark.skipif(direct.library() is None or triton.INTERPRETED, reason="kernels are not called directly")
+@pytest.mark.parametrize("name", ["SiluMulCustom", "LayerNormCustom", "RopeCustom", "MatmulBiasGelu"])
+def test_a_call_goes_to_the_kernel_at_once(
+    name: str, load: Callable[[str], Operator], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    card = load(name)
+    sample = next(card.samples(Make(torch.float32)))
+    right = card.function(*sample.args)
+    monkeypatch.setattr(project.Kernels, "backend", lambda *given: pytest.fail("the general way"))
+    assert torch.equal(card.function(*sample.args), right)
+    out = torch.empty_like(right)
+    assert card.function(*sample.args, out=out) is out
+    assert torch.equal(out, right)
+
+
+@runs
+def test_transforms_take_the_definition(load: Callable[[str], Operator]) -> None:
+    card = load("SiluMulCustom")
+    gate, up = torch.randn(3, 4, 8), torch.randn(3, 4, 8)
+
+    def total(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = card.function(gate, up)
+        return y.square().sum()
+
+    right = card.reference(gate, up)
+    torch.testing.assert_close(torch.func.vmap(card.function)(gate, up), right)
+    _, tangent = torch.func.jvp(card.function, (gate, up), (gate, up))
+    torch.testing.assert_close(tangent, torch.func.jvp(card.reference, (gate, up), (gate, up))[1])
+    slopes = torch.func.vmap(torch.func.grad(total))(gate, up)
+    leaf = gate.clone().requires_grad_()
+    torch.testing.assert_close(slopes, torch.autograd.grad(total(leaf, up), leaf)[0])
+
+
+@runs
+def test_each_operator_is_compiled_for_itself(load: Callable[[str], Operator]) -> None:
+    x = torch.randn(3, 8)
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(recompile_limit=1):
+        for name, args in (
+            ("SiluMulCustom", (x, x)),
+            ("LayerNormCustom", (x, x[0], x[0])),
+            ("LogSumExp", (x,)),
+        ):
+            card = load(name)
+            y = torch.compile(card.function, backend="eager", fullgraph=True)(*args)
+            torch.testing.assert_close(y, card.reference(*args))
 
 
 @runs

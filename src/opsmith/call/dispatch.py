@@ -45,7 +45,7 @@ def native(x: torch.Tensor, op: str, *more: str) -> bool | str:
 
     `more` are kernels that the same call needs: what of them has to be built is built at once.
     """
-    if not compiling() and (_transforming() or carries_tangents()):
+    if transformed():
         return "the kernels have no rules for forward-mode differentiation and torch.func's transforms"
     if x.dtype not in NATIVE_DTYPES:
         return f"the kernels take float32, bfloat16 and float16, not {short(x.dtype)}"
@@ -86,6 +86,11 @@ _transforming = torch._C._are_functorch_transforms_active
 def carries_tangents() -> bool:
     """True inside `torch.autograd.forward_ad.dual_level`, where PyTorch's own operators alone hand tangents on."""
     return forward_ad._current_level >= 0
+
+
+def transformed() -> bool:
+    """True inside torch.func's transforms and forward-mode differentiation, for which kernels have no rules."""
+    return not compiling() and (_transforming() or carries_tangents())
 
 
 def is_sharded(value: Any) -> bool:

@@ -102,8 +102,7 @@ class Call:
         self.converted = {**dict.fromkeys(optional - parameters.keys()), **converted}
         self.saved, self.likes = self._saved()
         self.function = _differentiated(self)
-        if not signature.columns:
-            self.fast = direct.Ready(signature, self.traced, most_rows)
+        self.fast = direct.Ready(signature, self.traced, most_rows)
 
     @functools.cached_property
     def reference(self) -> Callable[..., Any]:

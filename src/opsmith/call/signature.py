@@ -183,6 +183,7 @@ class Signature:
     contiguous: bool = False  # tensors are taken so; else rows may lie apart
     strided: bool = False  # or any dimensions but the last; then gradients lie as the inputs do
     kernel: str = ""  # what the dispatcher calls it, where not by its name
+    even: tuple[str, ...] = ()  # sizes that are, of a project
     beside: tuple[str, ...] = ()  # what a call gives that the kernel does not take, such as a result's dtype
 
     def __post_init__(self) -> None:
@@ -236,6 +237,11 @@ class Signature:
     def numbers(self) -> tuple[Number, ...]:
         """The numbers, without the inputs."""
         return tuple(one for one in self.arguments if isinstance(one, Number))
+
+    @property
+    def entry(self) -> str:
+        """The kernel among all that a process has; a project's operators may be named as ours are."""
+        return f"{self.name}::{self.kernel}" if self.kernel else self.name
 
     @property
     def inputs(self) -> dict[str, Sizes]:

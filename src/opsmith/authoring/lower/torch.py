@@ -101,6 +101,8 @@ def _call(node: Node, texts: list[str]) -> str:
     if kind == "where" and node.number:
         return f"({texts[1]} if {texts[0]} else {texts[2]})"
     if kind == "where":
+        if node.args[0].number:  # Python's truth, beside tensors
+            texts[0] = f"torch.tensor({texts[0]})"
         text = f"torch.where({', '.join(texts)})"
         return f"{text}.to({_dtype_of(node)})" if node.args[1].number and node.args[2].number else text
     if kind == "cast":

@@ -32,7 +32,7 @@ class TritonKernel(Kernel):
         plan = self.plan
         words = names_in(" ".join(body))
         numbers = [n for n in plan.attributes if n in words]
-        flags = [n.upper() for n in self.optional]
+        flags = [f"HAS_{n}" for n in self.optional]
         parameters = [*self.tensors, "rows", "size", *self.rows.counts, *numbers]
         constants = ["ROWS", "BLOCK", *flags]
         lines = ["@triton.jit", f"def _{self.name}("]
@@ -74,7 +74,7 @@ class TritonKernel(Kernel):
         ]
         for o in self.sums:
             place = f"{o.name} + tl.program_id(0).to(tl.int64) * size + at"
-            lines += [f"if {o.name.upper()}:", f"    tl.store({place}, {o.name}_sum, mask=at < size)"]
+            lines += [f"if HAS_{o.name}:", f"    tl.store({place}, {o.name}_sum, mask=at < size)"]
         return lines
 
     def _gather(self, stage: Sequence[Statistic]) -> list[str]:
@@ -112,7 +112,7 @@ class TritonKernel(Kernel):
         for o in self.plan.outputs:
             text = self._short(emitter.text(o.node), 38)
             store = self._store(o, text)
-            stores += [f"if {o.name.upper()}:", f"    {store}"] if o.optional else [store]
+            stores += [f"if HAS_{o.name}:", f"    {store}"] if o.optional else [store]
         return [*self.body, *stores]
 
     def _store(self, o: Output, text: str) -> str:
@@ -193,7 +193,7 @@ class TritonKernel(Kernel):
         body += ["launch(", f"    _{self.name},", f"    {grid},"]
         body += [f"    {a}," for a in (*given, "rows", "size", *counts, *numbers)]
         body += ["    ROWS=width,", "    BLOCK=block,"]
-        body += [f"    {f}={f.lower()} is not None," for f in flags]
+        body += [f"    HAS_{n}={n} is not None," for n in self.optional]
         body += ["    num_warps=warps_of(width * block),", ")"]
         body += [f"add_parts({o.name}, {o.name}_parts)" for o in self.sums]
         return [*lines, *(f"    {line}" for line in body)]

@@ -9,7 +9,7 @@ from functools import cached_property
 from opsmith.authoring import formula as language
 from opsmith.authoring.formula import gradient
 from opsmith.authoring.formula.nodes import ELEMENTWISE, ROTATIONS, Formula, Node
-from opsmith.authoring.formula.shapes import ANY, Shape, strides_of
+from opsmith.authoring.formula.shapes import ANY, Shape, broadcast, shown, strides_of
 from opsmith.authoring.lower import torch as lower_torch
 from opsmith.authoring.lower.cpu import CpuKernel
 from opsmith.authoring.lower.cuda import CudaKernel
@@ -64,13 +64,13 @@ class Project:
                 "or name a function that computes the same: --reference module:function"
             )
         if given is None:
-            given = {t.name: self._stand_in() for t in p.output_desc}
+            given = self._stand_ins({t.name: t.symbols() for t in p.output_desc})
         if isinstance(given, str):
             given = {p.output_desc[0].name: given}
         for t in p.input_desc:
             if t.param_type != "required":
                 raise PrototypeError(
-                    f"{p.op}: input {t.name} is {t.param_type}; a formula needs every input: make it required, "
+                    f"{p.op}: input {t.name} is {t.param_type}; kernels need every input: make it required, "
                     "or write two operators"
                 )
         used = {a for a in self.attributes if any(a in language.names_in(text) for text in given.values())}
@@ -83,14 +83,30 @@ class Project:
             frozenset(t.name for t in p.input_desc if set(t.type) == {"bool"}),
         )
 
-    def _stand_in(self) -> str:
-        """What the kernels of an operator without a formula compute until their author has written them."""
+    def _stand_ins(self, outputs: Mapping[str, Shape | None]) -> dict[str, str]:
+        """What the kernels compute of each output until their author has written them."""
         truths = [t.name for t in self.prototype.input_desc if set(t.type) == {"bool"}]
         numbers = [n for n, v in self.attributes.items() if not isinstance(v, bool)]
         text = " + ".join([*(n for n in self.shapes if n not in truths), *numbers])
         for name in truths:
             text = f"where({name}, {text}, 0)"
-        return text
+        whole: Shape | None
+        whole, *shapes = self.shapes.values()
+        for shape in shapes:
+            whole = whole and broadcast(whole, shape)
+        found = {}
+        for output, declared in outputs.items():
+            declared = whole if declared is None else declared
+            if not whole or not declared or declared not in (whole, (*whole[:-1], 1), whole[:-1]):
+                given = ", ".join(f"{name} {shown(shape)}" for name, shape in self.shapes.items())
+                raise PrototypeError(
+                    f"{self.prototype.op}: kernels that are yours to write walk along the rows to which all inputs "
+                    "broadcast, and give an element for each of theirs or one for a row; "
+                    f"found {given}, and {output} {shown(declared or ())}"
+                )
+            # Squares, as no gradient of a sum alone is read from an input, whose rows a kernel walks along.
+            found[output] = text if declared == whole or whole[-1] == 1 else f"sum(({text}) * ({text}))"
+        return found
 
     @property
     def to_write(self) -> list[str]:
@@ -107,6 +123,11 @@ class Project:
             return gradient.gradients(self.formula, list(self.kernel_inputs))
         except gradient.NoDerivative as why:
             return str(why)
+
+    @property
+    def differentiable(self) -> bool:
+        """Whether any output has a derivative; comparisons have none, and nothing is known of a function."""
+        return self._derived != {}
 
     @cached_property
     def columns(self) -> list[dict[str, str]]:
@@ -171,10 +192,8 @@ class Project:
         if isinstance(found, str):
             if not self.by_hand:
                 return found
-            stand_in = {name: self._stand_in() for name in formula.outputs}
-            formula = language.parse(
-                stand_in, formula.inputs, formula.shapes, formula.attributes, formula.truths
-            )
+            text = self._stand_ins(formula.shapes)
+            formula = language.parse(text, formula.inputs, formula.shapes, formula.attributes, formula.truths)
             found = gradient.gradients(formula, list(self.kernel_inputs))
         outputs = [
             Output(f"d{n}", found[n], extent, True)
@@ -429,6 +448,8 @@ class Project:
         if (
             self.prototype.formula is None
             or len(self.formula.outputs) > 1
+            # What is computed of attributes alone stands in no model.
+            or any(n.number and n.args and n.kind != "neg" for n in self.formula.nodes)
             or any(isinstance(v, bool | int) for v in self.formula.attributes.values())
         ):
             return None

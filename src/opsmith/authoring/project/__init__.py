@@ -25,6 +25,7 @@ import torch
 
 from opsmith import backends
 from opsmith.call.binding import project as project_binding
+from opsmith.call.fast import direct
 from opsmith.call.signature import Scalar, Signature
 from opsmith.kernels import build, compiler, isa, libraries, triton
 from opsmith.operator import Operator
@@ -92,6 +93,7 @@ class Kernels:
                 f"{self.name}::{defined.split('::')[-1]}", lambda *args, **kwargs: None, lib=self._library
             )
         self._answers: dict[str, bool | str] = {}
+        self._taking = functools.cache(self._choose)  # so that no call but the first looks at the disk
         self.stand_ins: dict[str, Callable[..., Any]] = {}  # what answers for a back end: an emulation
 
     def source(self, backend: str) -> Path:
@@ -121,12 +123,13 @@ class Kernels:
 
     @triton.constant
     def backend(self, device: torch.device) -> str | None:
-        """The back end that takes tensors of this device, None where none can."""
-        other = backends.taking(device.type)
-        wanted = {"cuda": ("cuda", "triton"), "cpu": ("cpu",)}.get(
-            device.type, (other.name,) if other else ()
-        )
-        if device.type == "cpu" and self._triton_has_the_cpu():
+        """The back end that takes tensors of this device, None where none can: the same for all of a process."""
+        return self._taking(device.type)
+
+    def _choose(self, device: str) -> str | None:
+        other = backends.taking(device)
+        wanted = {"cuda": ("cuda", "triton"), "cpu": ("cpu",)}.get(device, (other.name,) if other else ())
+        if device == "cpu" and self._triton_has_the_cpu():
             wanted = ("triton",)
         return next((b for b in wanted if b in self.backends() and self.offers(b) is True), None)
 
@@ -153,7 +156,9 @@ class Kernels:
         if backend == "cpu" and self._triton_has_the_cpu():
             return "TRITON_INTERPRET=1 gives the CPU to Triton's interpreter"
         try:
-            torch.ops.load_library(self.prebuilt(backend) or self.build(backend))
+            library = self.prebuilt(backend) or self.build(backend)
+            torch.ops.load_library(library)
+            direct.begin(library)
         except (build.BuildError, OSError) as error:
             return str(error)
         return True

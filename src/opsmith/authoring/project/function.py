@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from dataclasses import replace
+from functools import partial, update_wrapper
 from typing import Any
 
 import torch
 
 from opsmith import backends
 from opsmith.authoring.project import Kernels
-from opsmith.call.arguments import short
+from opsmith.call.arguments import check_number, short
 from opsmith.call.checks import sizes_of
-from opsmith.call.dispatch import compiling
+from opsmith.call.dispatch import compiling, transformed
+from opsmith.call.forms import in_order
+from opsmith.call.overlap import refuse_overlap
 from opsmith.call.run import Call
 from opsmith.kernels import triton
 from opsmith.operator import (
@@ -70,11 +73,12 @@ def card(
     cost: Callable[..., Cost],
     samples: Callable[[Make], Iterator[Sample]],
     workloads: Callable[[Make], Iterator[Sample]] | None = None,
-    patterns: Sequence[Pattern] = (),
+    patterns: Sequence[Pattern] | None = None,
     tolerance: Tolerance | None = None,
     before: Callable[..., tuple[torch.Tensor, ...]] | None = None,
     inner: Callable[..., Any] | None = None,
     even: Sequence[str] = (),
+    differentiable: bool = True,
     source: str = "",
 ) -> Operator:
     """Make and register the card of a project's operator.
@@ -82,22 +86,21 @@ def card(
     Args:
         kernels: what `project.kernels` gave.
         reference: the operator in plain PyTorch; its parameters are the operator's.
-        kind, cost, samples, workloads, tolerance, source: as on every card.
-        patterns: the same; the reference is the pattern where there is none.
+        kind, cost, samples, workloads, tolerance, differentiable, source: as on every card.
+        patterns: the same; by default the reference, where it has one result.
         before: from the operator's tensors to the kernels', where these differ: a matmul in front.
         inner: the reference of what the kernels compute, where there is a `before`.
         even: sizes that must be even.
     """
     call = ProjectCall(kernels, reference, before, inner or reference, tuple(even))
-
-    def function(*args: Any, **kwargs: Any) -> Any:
-        return call(*args, **kwargs)
-
+    call.learns = differentiable
+    function = call.form(call.answer, out=True)
     function.__name__ = function.__qualname__ = kernels.name
     function.__doc__ = reference.__doc__
-    parameters = inspect.signature(reference).parameters.values()
-    out = inspect.Parameter("out", inspect.Parameter.KEYWORD_ONLY, default=None)
-    function.__signature__ = inspect.Signature([*parameters, out])  # type: ignore[attr-defined]
+    function.__signature__ = inspect.signature(call.public)  # type: ignore[attr-defined]
+    if patterns is None:
+        own = as_pattern(kernels.name, reference, samples) if len(kernels.signature.results) == 1 else None
+        patterns = () if own is None else (own,)
     floats = [c[0] for c in kernels.signature.columns if c[0].is_floating_point and c[0] != torch.float64]
     return register(
         Operator(
@@ -109,10 +112,10 @@ def card(
             samples=samples,
             workloads=workloads,
             implementations=[*call.implementations(), Implementation("eager", reference)],
-            patterns=patterns
-            or (() if (own := as_pattern(kernels.name, reference, samples)) is None else (own,)),
+            patterns=patterns,
             tolerance=tolerance or Tolerance(),
             dtypes=tuple(dict.fromkeys(floats)),
+            differentiable=differentiable,
             source=source,
         )
     )
@@ -129,32 +132,51 @@ class ProjectCall(Call):
         inner: Callable[..., Any],
         even: tuple[str, ...],
     ) -> None:
-        super().__init__(kernels.signature, reference, inner, op=kernels.name)
-        self.kernels, self.before, self.even, self.columns = kernels, before, even, kernels.signature.columns
-        self.defaults = {n: p.default for n, p in inspect.signature(reference).parameters.items()}
-        self.names = tuple(self.defaults)
+        parameters = inspect.signature(reference).parameters
+        out = inspect.Parameter("out", inspect.Parameter.KEYWORD_ONLY, default=None)
+        public: Any = update_wrapper(partial(reference), reference)
+        public.__signature__ = inspect.Signature([*parameters.values(), out])
+        kernels.signature = replace(kernels.signature, even=even)  # which the binding checks
+        super().__init__(kernels.signature, public, inner, op=kernels.name)
+        self.kernels, self.before, self.columns = kernels, before, kernels.signature.columns
+        self.names = tuple(parameters)
         # Tensors come first.
         self.count = len([n for n in self.names if n not in kernels.signature.attributes])
         self.read = len(self.signature.tensors)  # by the kernels
         self.floating = tuple(any(c[i].is_floating_point for c in self.columns) for i in range(self.read))
+        # What the binding takes is then what `native_dtypes` does, and results have the first input's dtype.
+        self.direct = all(
+            set(c) <= {*_NATIVE, torch.float64} and {*c[self.read :]} == {c[0]} for c in self.columns
+        )
 
-    def __call__(self, *args: Any, out: Any = None, **kwargs: Any) -> Any:
-        return self.traced(*self.taken_in(args, kwargs), out)
+    def form(self, to: Callable[..., Any], *, out: bool = False) -> Callable[..., Any]:
+        return in_order(self.public, self.names, {}, to, out=out)
 
-    def taken_in(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    def answer(self, values: tuple[Any, ...], out: Any) -> Any:
+        """A call of the public function, given the values of all its parameters."""
+        if self.before is not None:
+            values = self.taken_in(values, out)
+        return (self.fast.call if self.direct and not compiling() else self.traced)(*values, out)
+
+    def traced(self, *given: Any) -> Any:
+        values, out = given[:-1], given[-1]
+        return super().traced(*(self.taken_in(values) if self.before is None else values), out)
+
+    def taken_in(self, values: tuple[Any, ...], out: Any = None) -> tuple[Any, ...]:
         """What the kernels take of a call, in their order."""
-        values = self.bind(args, kwargs)
-        return (*self.alike(self.prepare(values[: self.count])), *values[self.count :])
+        return (*self.alike(self.prepare(values[: self.count], out)), *values[self.count :])
 
     def check(self, values: Sequence[Any]) -> None:
         tensors = values[: self.read]
         self.dtypes(tensors)
-        sizes_of(self.op, self.signature, tensors, self.even)
+        sizes_of(self.op, self.signature, tensors, self.signature.even)
+        for one, value in zip(self.signature.numbers, values[self.read :], strict=True):
+            check_number(self.op, one.name, value, whole=one.type is int)
 
     def backend(self, values: Sequence[Any], training: bool) -> str | None:
         tensors = values[: self.read]
         backend = self.kernels.backend(tensors[0].device)
-        if backend is None or not self.native_dtypes(tensors):
+        if backend is None or transformed() or not self.native_dtypes(tensors):
             return None
         if training and compiling():  # a graph is not differentiated inside a graph
             covered = self.signature.gradients
@@ -169,23 +191,7 @@ class ProjectCall(Call):
     def result_dtypes(self, values: Sequence[Any]) -> Sequence[torch.dtype]:
         return self.dtypes(values[: self.read])[self.read :]
 
-    def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-        """The values of all parameters, in order."""
-        values = list(args)
-        if len(values) > len(self.names):
-            raise TypeError(f"{self.op} takes {', '.join(self.names)}; got {len(values)} values")
-        for name in self.names[len(values) :]:
-            if name in kwargs:
-                values.append(kwargs[name])
-            elif self.defaults[name] is inspect.Parameter.empty:
-                raise TypeError(f"{self.op}: {name} is missing")
-            else:
-                values.append(self.defaults[name])
-        if len(args) + len(kwargs) > len(values) or any(name not in self.names for name in kwargs):
-            raise TypeError(f"{self.op} takes {', '.join(self.names)}; got also {', '.join(kwargs)}")
-        return values
-
-    def prepare(self, tensors: Sequence[Any]) -> tuple[torch.Tensor, ...]:
+    def prepare(self, tensors: Sequence[Any], out: Any = None) -> tuple[torch.Tensor, ...]:
         """What the kernels take, of the operator's own tensors."""
         for name, t in zip(self.names, tensors, strict=False):
             if not isinstance(t, torch.Tensor):
@@ -194,7 +200,13 @@ class ProjectCall(Call):
                 raise ValueError(
                     f"{self.op}: {name} is on {t.device}, {self.names[0]} on {tensors[0].device}; move one of them"
                 )
-        return tuple(tensors) if self.before is None else self.before(*tensors)
+        if self.before is None:
+            return tuple(tensors)
+        # What `before` reads is not all among what the kernels read, with which `traced` compares an `out`.
+        if out is not None and not (compiling() or torch._C._are_functorch_transforms_active()):
+            for one in out if isinstance(out, tuple) else (out,):
+                refuse_overlap(self.op, one, (), dict(zip(self.names, tensors, strict=False)))
+        return self.before(*tensors)
 
     def alike(self, tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         """Under autocast, the inputs in the dtype of the first, where they come in a mixture that no kernel takes."""
@@ -232,10 +244,10 @@ class ProjectCall(Call):
         dtypes = self.dtypes(tensors)
         return dtypes in self.columns and all(d in _NATIVE for d in dtypes)
 
-    def supports(self, backend: str, *args: Any, **kwargs: Any) -> Supports:
+    def supports(self, backend: str, values: tuple[Any, ...]) -> Supports:
         """True where this back end can run a call, else the reason why not."""
         try:
-            given = self.taken_in(args, kwargs)
+            given = self.taken_in(values)
             self.check(given)
             if not self.native_dtypes(given[: self.read]):
                 return f"the kernels take float32, bfloat16 and float16, not {short(given[0].dtype)}"
@@ -247,13 +259,16 @@ class ProjectCall(Call):
         """One for each back end that the project has kernels for."""
 
         def on(backend: str, name: str, device: str) -> Implementation:
-            def fn(*args: Any, out: Any = None, **kwargs: Any) -> Any:
-                given = self.taken_in(args, kwargs)
+            def run(values: tuple[Any, ...], out: Any) -> Any:
+                given = self.taken_in(values)
                 self.check(given)
                 return self.native(backend, given, out)
 
-            supports, offers = partial(self.supports, backend), partial(self.kernels.offers, backend)
-            return Implementation(name, fn, device, supports, offers, takes_out=True)
+            supports, offers = (
+                self.form(partial(self.supports, backend)),
+                partial(self.kernels.offers, backend),
+            )
+            return Implementation(name, self.form(run, out=True), device, supports, offers, takes_out=True)
 
         devices = {"cpu": ("native", "cpu"), "triton": ("triton", triton.DEVICE), "cuda": ("cuda", "cuda")}
         devices |= {one.name: (one.name, one.device) for one in backends.installed().values()}

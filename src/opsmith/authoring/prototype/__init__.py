@@ -34,7 +34,7 @@ def _one_or_more(value: Any) -> Any:
 def _identifier(name: str) -> str:
     if not _IDENTIFIER.fullmatch(name):
         raise ValueError("allowed: a letter, then at most 63 ASCII letters, digits and underscores")
-    if name in RESERVED or name.startswith(("opsmith_", "r_", "v_", "count_")) or name.endswith("_row"):
+    if name in RESERVED or re.match(r"opsmith_|[rv]_|count_|HAS_", name) or name.endswith("_row"):
         raise ValueError(
             "that name has a meaning in Python, C++ or the generated code; allowed: another name"
         )

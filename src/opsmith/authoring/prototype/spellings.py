@@ -44,9 +44,11 @@ template this thread_local throw true typedef typeid typename union unsigned usi
 volatile wchar_t xor xor_eq main linux unix"""
 _OURS = """out row rows size lanes at begin end place torch triton tl opsmith std function project reference
 cost samples workloads before make forward backward launch self product View Vec Pair Full Part Both
-W block grid stream threads partial range print len float int bool str dict list tuple set type min
+W ROWS BLOCK block grid stream threads partial range print len float int bool str dict list tuple set type min
 max sum abs exp log sqrt tanh erf load store put"""
 RESERVED = frozenset((*keyword.kwlist, *keyword.softkwlist, *_CPP.split(), *_OURS.split()))
-NAMESPACES = frozenset(
-    ("aten", "prim", "prims", "opsmith", "torch", "test", "quantized", "c10", "at", "c10d")
-)
+# Namespaces of PyTorch's dispatcher, once all of PyTorch is imported.
+_DISPATCHER = """aten c10 c10d c10d_functional debug_mode_ops debugprims export flex_lib fsdp higher_order inductor
+inductor_prims mkl mkldnn mkldnn_prepacked onednn onnx onnx_symbolic opsmith prim prims profiler quantization quantized
+quantized_decomposed rngprims sparse static_runtime streams symm_mem test torch tr_c10d"""
+NAMESPACES = frozenset(_DISPATCHER.split())

@@ -40,6 +40,7 @@ _TYPES = {
     "bool": "b",
 }
 _WRITTEN = {"T": "y", "o": "p"}
+_MOST = 32  # arguments, as in direct.h
 _LARGE = 4 << 20  # bytes from which memory comes from the system, page by page
 
 loaded: list[ctypes.CDLL] = []  # the libraries of kernels
@@ -87,7 +88,7 @@ class Ready:
         def loaded() -> None:
             self.call = _declared_kernel(signature, otherwise, most_rows) or self.call
 
-        when_loaded(signature.name, loaded)
+        when_loaded(signature.entry, loaded)
 
 
 def when_loaded(kernel: str, do: Callable[[], Any]) -> None:
@@ -130,9 +131,9 @@ def offer(op: str, function: Callable[..., None]) -> None:
 def begin(path: Path) -> None:
     """From now on, call the kernels of a loaded library directly, if that is possible."""
     caller = library()
-    if caller is None:
-        return
     kernels = ctypes.CDLL(str(path))
+    if caller is None or not hasattr(kernels, "opsmith_kernel"):  # as in CUDA's, or an older wheel
+        return
     kernels.opsmith_kernel.restype = ctypes.c_void_p
     with _lock:
         loaded.append(kernels)
@@ -212,19 +213,20 @@ def types_of(overload: Any) -> str | None:
 def _declared_kernel(signature: Signature, otherwise: Callable[..., Any] | None, most_rows: int) -> Any:
     """One that makes the results that its signature declares; None where it is not loaded."""
     results = tuple(signature.described(one) for one in signature.results if not one.optional)
-    return _kernel(signature.name, True, results, otherwise, most_rows, len(signature.beside))
+    return _kernel(signature.entry, True, results, otherwise, most_rows, len(signature.beside))
 
 
 def _kernel(op: str, makes: bool, *how: Any) -> Any:
     """A kernel that is called directly; None where it is not loaded, or takes what we do not pass on."""
-    overload = getattr(torch.ops.opsmith, op).default
+    namespace, _, entry = op.rpartition("::")
+    overload = getattr(getattr(torch.ops, namespace or "opsmith"), entry).default
     at, caller, types = boxed(op), library(), types_of(overload)
-    if at is None or caller is None or types is None or overload._schema.returns:
+    if at is None or caller is None or types is None or len(types) > _MOST or overload._schema.returns:
         return None
     arguments = overload._schema.arguments
     names = tuple(sys.intern(a.name) for a in arguments)
     defaults = tuple(a.default_value if a.has_default_value() else ... for a in arguments)
-    known = (types.encode(), overload._op, f"opsmith.{op}.default", names, defaults, makes)
+    known = (types.encode(), overload._op, str(overload), names, defaults, makes)
     found = caller.opsmith_direct(at, *known, *(how or (None, None, 0, 0)))
     if makes:
         making.setdefault(op, []).append(found)

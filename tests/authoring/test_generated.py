@@ -162,6 +162,9 @@ def test_leading_sizes_must_agree_and_not_their_product_alone(load: Callable[[st
     silu_mul(torch.ones(2, 3, 4), torch.ones(2, 3, 4))
     with pytest.raises(ValueError, match=r"must have shape \[\.\.\., N\] with \.\.\. = \(2, 3\), N = 4"):
         silu_mul(torch.ones(2, 3, 4), torch.ones(3, 2, 4))
+    for rows in (1, 5):
+        with pytest.raises(ValueError, match=r"must have shape"):
+            silu_mul(torch.ones(4), torch.ones(rows, 4))
 
 
 @runs

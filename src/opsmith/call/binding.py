@@ -80,11 +80,6 @@ def _checked_at_once(signature: Signature, kernel: str, parameters: Sequence[Par
         sizes = _joined(f'"{size}"' for size in p.of.sizes)
         yield f'  call.tensor("{p.name}", {p.name}, {{{sizes}}});'
     # What else a call refuses: Python says it in its own words.
-    leading = [one for one in signature.tensors if one.sizes[:1] == ("...",)]
-    spans = [f"{t.name}.sizes().begin(), {t.name}.sizes().end() - {len(t.sizes) - 1}" for t in leading]
-    for one, span in zip(leading[1:], spans[1:], strict=True):
-        test = f"std::equal({spans[0]}, {span})"
-        yield f'  STD_TORCH_CHECK({test}, "{signature.name}: {one.name} must lead as {leading[0].name}");'
     for size in signature.even:
         t = next(one for one in signature.tensors if size in one.sizes)
         test = f"{t.name}.size({t.name}.dim() - {len(t.sizes) - t.sizes.index(size)}) % 2 == 0"

@@ -10,7 +10,7 @@
 namespace opsmith {
 
 // One call of an operator: every tensor is contiguous and on one device, sizes under one symbol agree, and the dtypes are a combination
-// that the operator names. A size is a symbol, a number, or "...": any leading dimensions, whose product must agree.
+// that the operator names. A size is a symbol, a number, or "...": any leading dimensions, the same for all.
 class Call {
  public:
   explicit Call(const char* op) : op_(op) {}
@@ -25,9 +25,13 @@ class Call {
     STD_TORCH_CHECK(leading ? first >= 0 : first == 0, op_, ": ", name, " must have ",
                     leading ? "at least " : "", dims, " dimension(s), got ", t.dim());
     if (leading) {
+      const int64_t* const from = t.sizes().data();
       int64_t product = 1;
-      for (int64_t d = 0; d < first; ++d) product *= t.size(d);
+      for (int64_t d = 0; d < first; ++d) product *= from[d];
       agree(name, "...", product);
+      if (leads_ < 0) lead_ = from, leads_ = first;
+      STD_TORCH_CHECK(std::equal(from, from + first, lead_, lead_ + leads_), op_, ": ", name,
+                      " must have the leading dimensions of the tensors before it");
     }
     int64_t d = first;
     for (const char* const* size = sizes.begin() + leading; size != sizes.end(); ++size)
@@ -70,6 +74,8 @@ class Call {
 
   const char* op_;
   std::optional<Place> place_;
+  const int64_t* lead_ = nullptr;  // of the first tensor that has leading dimensions
+  int64_t leads_ = -1;
   std::vector<std::pair<std::string_view, int64_t>> sizes_;
 };
 

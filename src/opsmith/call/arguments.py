@@ -155,9 +155,7 @@ def check_out(
                 f"{op}: out must be {short(dtype)} {tuple(shape)} on {like.device}, "
                 f"got {short(out.dtype)} {tuple(out.shape)} on {out.device}"
             )
-    # While a graph is captured, and inside torch.func's transforms, memory has no address.
-    if not (torch.compiler.is_dynamo_compiling() or torch._C._are_functorch_transforms_active()):
-        refuse_overlap(op, out, onto, read)
+    refuse_overlap(op, out, onto, read)
 
 
 def earlier(out: Sequence[Any], i: int) -> dict[str, Any]:

@@ -10,8 +10,9 @@ of ours begins, it is called first (`embedding`), and what it would take in sile
 
 from __future__ import annotations
 
+import functools
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -138,17 +139,29 @@ def recorded(function: type[torch.autograd.Function], *args: Any) -> Any:
     return function.apply(*args)
 
 
-def once(op: str, gradients: Sequence[Any], through: Sequence[torch.Tensor | None]) -> tuple[Any, ...]:
-    """Gradients whose own gradients are an error: a kernel has no derivative that autograd knows.
+def once(op: str) -> Callable[[Callable[..., Any]], Callable[..., tuple[Any, ...]]]:
+    """A Function's backward whose results are not differentiated: a kernel has no derivative that autograd knows.
 
-    The error leads to the tensors that they were made of, `through`. PyTorch's `once_differentiable` has none where the
-    gradient of the result needs none, and autograd goes past it to what was asked for.
+    The error leads to the tensors that they were made of. PyTorch's `once_differentiable` has none where the gradient
+    of the result needs none, and autograd goes past it to what was asked for.
     """
-    if not torch.is_grad_enabled() or compiling():
-        return tuple(gradients)
-    there = [g for g in gradients if g is not None]
-    found = iter(_Once.apply(op, len(there), *there, *through, torch.empty(0, requires_grad=True)))
-    return tuple(None if g is None else next(found) for g in gradients)
+
+    def decorated(backward: Callable[..., Any]) -> Callable[..., tuple[Any, ...]]:
+        @functools.wraps(backward)
+        def run(ctx: Any, *slopes: Any) -> tuple[Any, ...]:
+            twice = torch.is_grad_enabled() and not compiling()
+            through = (*slopes, *ctx.saved_tensors) if twice else ()  # some backwards write to what is saved
+            with torch.no_grad():
+                gradients: tuple[Any, ...] = backward(ctx, *slopes)
+            if not twice:
+                return gradients
+            there = [g for g in gradients if g is not None]
+            found = iter(_Once.apply(op, len(there), *there, *through, torch.empty(0, requires_grad=True)))
+            return tuple(None if g is None else next(found) for g in gradients)
+
+        return run
+
+    return decorated
 
 
 class _Once(torch.autograd.Function):

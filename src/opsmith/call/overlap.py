@@ -18,6 +18,9 @@ _MOST_WORK = 100_000  # steps of numpy's search, microseconds for strides that o
 
 def refuse_overlap(op: str, out: torch.Tensor, onto: Collection[str], read: Mapping[str, Any]) -> None:
     """Refuse an output that shares memory with what is read, or that has several elements in one place."""
+    # While a graph is captured, and inside torch.func's transforms, memory has no address.
+    if torch.compiler.is_dynamo_compiling() or torch._C._are_functorch_transforms_active():
+        return
     first = out.data_ptr() if type(out) in _PLAIN else 0
     if not first:  # empty, or without memory: on the meta device, say
         return

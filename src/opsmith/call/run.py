@@ -462,13 +462,8 @@ def _differentiated(call: Call) -> type[torch.autograd.Function]:
         ctx.numbers = [known[name] for name in numbers]
         return results[0] if len(results) == 1 else tuple(results)
 
+    @dispatch.once(call.op)
     def backward(ctx: Any, *slopes: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        through = (*slopes, *ctx.saved_tensors) if torch.is_grad_enabled() else ()
-        with torch.no_grad():
-            grads = gradients(ctx, *slopes)
-        return dispatch.once(call.op, grads, through)
-
-    def gradients(ctx: Any, *slopes: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         known: dict[str, Any] = {}
         there = [*call.saved.items(), *((name, None) for name in call.likes)]
         for (name, other), t in zip(there, ctx.saved_tensors, strict=True):

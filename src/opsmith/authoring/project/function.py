@@ -203,7 +203,7 @@ class ProjectCall(Call):
         if self.before is None:
             return tuple(tensors)
         # What `before` reads is not all among what the kernels read, with which `traced` compares an `out`.
-        if out is not None and not (compiling() or torch._C._are_functorch_transforms_active()):
+        if out is not None:
             for one in out if isinstance(out, tuple) else (out,):
                 refuse_overlap(self.op, one, (), dict(zip(self.names, tensors, strict=False)))
         return self.before(*tensors)

@@ -174,11 +174,10 @@ class _Reduced(torch.autograd.Function):
         return loss
 
     @staticmethod
+    @dispatch.once(_OP)
     def backward(ctx: Any, dloss: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        with torch.no_grad():
-            gradients = iter(_times(dloss, 1.0 / ctx.scale, ctx.saved_tensors))
-        found = [next(gradients) if made else None for made in ctx.places]
-        return None, *dispatch.once(_CALL.op, found, (dloss,))
+        gradients = iter(_times(dloss, 1.0 / ctx.scale, ctx.saved_tensors))
+        return None, *(next(gradients) if made else None for made in ctx.places)
 
 
 def _times(

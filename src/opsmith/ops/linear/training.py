@@ -56,14 +56,8 @@ class _Linear(torch.autograd.Function):
         return y
 
     @staticmethod
+    @once("linear")
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        through = (dy, *ctx.saved_tensors) if torch.is_grad_enabled() else ()
-        with torch.no_grad():
-            gradients = _Linear._gradients(ctx, dy)
-        return once("linear", gradients, through)
-
-    @staticmethod
-    def _gradients(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight, before = ctx.saved_tensors
         need_x, need_w, need_b, need_r, _ = ctx.needs_input_grad
         dz, taken, z = as_rows(dy), as_rows(x), None if before is None else as_rows(before)

@@ -351,3 +351,18 @@ def test_a_planted_fault_is_found(name: str, fault: Callable[..., Any]) -> None:
     broken = replace(card, implementations=[implementation, Implementation("eager", card.eager)])
     findings = [f for f in verify(broken, [torch.float32]) if f.implementation == "planted"]
     assert any(not f.ok for f in findings)
+
+
+@by_name(DIFFERENTIABLE)
+def test_autocast_gives_the_same_dtypes_whether_gradients_are_recorded(card: Operator) -> None:
+    """And whatever the sizes: `linear` in autocast's, as the function of PyTorch's, all others as without autocast."""
+    expected = {torch.bfloat16} if card.name == "linear" else None
+    for sample in samples(card)[:8]:
+        with_gradients = with_grad(sample)[0]
+        with torch.autocast("cpu", torch.bfloat16):
+            found = [
+                {t.dtype for t in tensors_of(card.function(*s.args, **s.kwargs))}
+                for s in (sample, with_gradients)
+            ]
+        usual = expected or {t.dtype for t in tensors_of(card.function(*sample.args, **sample.kwargs))}
+        assert found == [usual, usual], sample.name

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -137,6 +137,12 @@ def recorded(function: type[torch.autograd.Function], *args: Any) -> Any:
     else:
         nodes.begin()  # for the calls to come
     return function.apply(*args)
+
+
+def uncast(x: torch.Tensor) -> AbstractContextManager[Any]:
+    """In here plain PyTorch computes in the dtype of its tensors, as kernels do, whatever autocast wants of it."""
+    device = x.device.type
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
 
 
 def once(op: str) -> Callable[[Callable[..., Any]], Callable[..., tuple[Any, ...]]]:

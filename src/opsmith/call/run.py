@@ -18,6 +18,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from types import MappingProxyType
 from typing import Any
 
@@ -61,6 +62,7 @@ class Call:
     """One operator: how a call becomes a call of a kernel."""
 
     learns = True  # whether anything has a gradient, by a kernel or by the definition
+    autocasts = False  # whether autocast's dtype is that of the results
     whole: Any = None  # the call as one operator of PyTorch's
 
     def __init__(
@@ -173,7 +175,7 @@ class Call:
         training = self.learns and dispatch.needs_grad(*tensors)
         backend = self.backend(values, training)
         if backend is None:
-            return self.store(self.definition(*values), out)
+            return self.store(self.plain(values), out)
         if training:
             return self.store(self.recorded(backend, values), out)
         return self.native(backend, values, out)
@@ -213,6 +215,11 @@ class Call:
 
     def explain(self, values: Sequence[Any]) -> None:
         """Raise what says more of a call that the kernel refused, if there is something."""
+
+    def plain(self, values: Sequence[Any]) -> Any:
+        """What PyTorch runs; in the dtype of its arguments under autocast too, as the kernels do."""
+        with nullcontext() if self.autocasts else dispatch.uncast(values[0]):
+            return self.definition(*values)
 
     def recorded(self, backend: Any, values: Sequence[Any]) -> Any:
         """A call whose gradients are wanted."""
@@ -495,7 +502,7 @@ def _through_definition(
             for name, t in values.items()
             if isinstance(t, torch.Tensor)
         }
-        results = call.definition(*(leaves.get(name, v) for name, v in values.items()))
+        results = call.plain([leaves.get(name, v) for name, v in values.items()])
         results = results if isinstance(results, tuple) else (results,)
         found = torch.autograd.grad(results, [leaves[n] for n in names], slopes, allow_unused=True)
     return {name: g for name, g in zip(names, found, strict=True) if g is not None}

@@ -102,7 +102,8 @@ def linear_cross_entropy(
             if little and not any(map(is_sharded, (hidden, weight, target))):
                 how: dict[str, Any] = {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
                 how |= {"z_loss": z_loss, "reduction": reduction, "dtype": dtype}
-                return cross_entropy(linear(hidden, weight, bias), target, **how)
+                with dispatch.uncast(hidden):
+                    return cross_entropy(linear(hidden, weight, bias), target, **how)
         except (RuntimeError, TypeError, ValueError, IndexError, AttributeError):  # the checks say why
             pass
     options = (ignore_index, label_smoothing, z_loss, code_of(reduction))

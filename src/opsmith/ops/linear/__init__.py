@@ -136,6 +136,8 @@ def check_weights(op: str, x: torch.Tensor, weight: torch.Tensor, bias: Any, n: 
 class _Linear(Call):
     """Which kernel multiplies depends on the rows, the dtype, the activation, and whether gradients are wanted."""
 
+    autocasts = True  # as the function of PyTorch's whose place it takes
+
     def __init__(self) -> None:
         converted = {"activation": lambda activation: _CODES[activation]}
         super().__init__(FEW_ROWS, linear, definition, converted=converted, most_rows=ROWS)
@@ -167,7 +169,7 @@ class _Linear(Call):
     def backend(self, values: Sequence[Any], training: bool) -> str | None:
         x, weight, *_, code = values
         # Inductor takes oneDNN's operator with constant weights only, and fuses epilogues itself.
-        if compiling():
+        if compiling() or torch.is_autocast_enabled(x.device.type):
             return None
         products, exact = x.numel() * weight.shape[0], x.dtype == torch.float32
         if training:
@@ -175,7 +177,7 @@ class _Linear(Call):
             much = x.numel() > max(x.shape[-1], dispatch.limit) and (
                 code or products > dispatch.limit << _LEARNT
             )
-            if not (exact and much) or mkl_leads() or torch.is_autocast_enabled("cpu"):
+            if not (exact and much) or mkl_leads():
                 return None
             more = ["gelu_backward"] if _NAMES[code] in _GELUS else []
             return "training" if native(x, "linear_unpacked", "linear_gradient", *more) is True else None

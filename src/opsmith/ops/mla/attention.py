@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from opsmith.call.arguments import check_fit, check_float, check_number
-from opsmith.call.dispatch import native, needs_grad
+from opsmith.call.dispatch import native, needs_grad, uncast
 from opsmith.call.layouts import dense_rows, nbytes
 from opsmith.kernels import libraries
 from opsmith.kernels.triton import DEVICE
@@ -83,7 +83,8 @@ def mla_attention(
     if not looks:
         check_pages(op, *pages)
     if not by_kernel:
-        return define(*call)
+        with uncast(rotated):
+            return define(*call)
     try:
         return _kernel(*call)
     except RuntimeError:

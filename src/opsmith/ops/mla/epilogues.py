@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from opsmith.call.arguments import check_fit
-from opsmith.call.dispatch import compiling, native, needs_grad
+from opsmith.call.dispatch import compiling, native, needs_grad, uncast
 from opsmith.call.fast import direct
 from opsmith.call.layouts import dense_rows, nbytes
 from opsmith.kernels import libraries
@@ -174,7 +174,8 @@ def mla_q_epilogue(
             )
         check_inference(op, q, wuk, cos, sin)
     if native(q, op) is not True or needs_grad(q, wuk, cos, sin):
-        return join(*queries(q, wuk, rotation, scale), joint)
+        with uncast(q):
+            return join(*queries(q, wuk, rotation, scale), joint)
     q_out, q_rope = new_queries(q, wuk, rope, joint, scale is not None)
     torch.ops.opsmith.mla_q_epilogue.default(
         dense_rows(q),

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from opsmith.call.dispatch import compiling, native, needs_grad
+from opsmith.call.dispatch import compiling, native, needs_grad, uncast
 from opsmith.call.fast import direct
 from opsmith.call.layouts import dense_rows, nbytes
 from opsmith.kernels import libraries
@@ -140,7 +140,8 @@ def compute(c: Call) -> Result:
     if not (by_kernel and looks):
         check_slots(_OP, *held)
     if not by_kernel:
-        return run(c)
+        with uncast(c.x):
+            return run(c)
     try:
         return kernel(c)
     except RuntimeError:

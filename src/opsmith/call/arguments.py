@@ -33,10 +33,14 @@ def alike(t: Any, x: torch.Tensor, shape: Sequence[int]) -> bool:
 
 def check_float(op: str, x: Any, name: str = "x", *, least_dim: int = 1) -> None:
     """Refuse what is no floating-point tensor of at least `least_dim` dimensions."""
-    if isinstance(x, torch.Tensor) and x.is_floating_point() and x.dim() >= least_dim:
+    dense = isinstance(x, torch.Tensor) and x.layout is torch.strided and not x.is_nested
+    if dense and x.is_floating_point() and x.dim() >= least_dim:
         return
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"{op}: {name} must be a tensor, got {type(x).__name__}")
+    if not dense:
+        layout, step = ("a nested one", "to_padded_tensor") if x.is_nested else (x.layout, "to_dense")
+        raise TypeError(f"{op}: {name} must be a dense tensor, got {layout}; call {step}() first")
     if not x.is_floating_point():
         raise TypeError(f"{op}: {name} must be a floating-point tensor, got {short(x.dtype)}; cast it first")
     if x.dim() < least_dim:

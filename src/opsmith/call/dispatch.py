@@ -139,10 +139,15 @@ def recorded(function: type[torch.autograd.Function], *args: Any) -> Any:
     return function.apply(*args)
 
 
+def autocasts(x: torch.Tensor) -> bool:
+    """Whether autocast is at work on x's device."""
+    device = x.device.type
+    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+
+
 def uncast(x: torch.Tensor) -> AbstractContextManager[Any]:
     """In here plain PyTorch computes in the dtype of its tensors, as kernels do, whatever autocast wants of it."""
-    device = x.device.type
-    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
+    return torch.autocast(x.device.type, enabled=False) if autocasts(x) else nullcontext()
 
 
 def once(op: str) -> Callable[[Callable[..., Any]], Callable[..., tuple[Any, ...]]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import runpy
 import sys
 from pathlib import Path
@@ -134,7 +135,7 @@ def _folder(
     with told(), told(refusal=TypeError):
         if optimized:
             opsmith.optimize(model, tokens, dtype=dtype, plan=plan)
-        causal = "past_key_values" in model.forward.__code__.co_varnames
+        causal = "past_key_values" in inspect.signature(model.forward).parameters
         wanted = phases or (["prefill", "decode"] if causal else ["forward"])
         result: Profile = opsmith.profile(model, tokens, phase=wanted, name=folder.name)
     return result

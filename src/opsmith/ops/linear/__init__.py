@@ -169,7 +169,7 @@ class _Linear(Call):
     def backend(self, values: Sequence[Any], training: bool) -> str | None:
         x, weight, *_, code = values
         # Inductor takes oneDNN's operator with constant weights only, and fuses epilogues itself.
-        if compiling() or torch.is_autocast_enabled(x.device.type):
+        if compiling() or dispatch.autocasts(x):
             return None
         products, exact = x.numel() * weight.shape[0], x.dtype == torch.float32
         if training:

@@ -258,7 +258,7 @@ def llm(*stems: str) -> str:
 
 _MADE["llm-gemma"] = lambda: llm(_GEMMA)
 _MADE["llm-batches"] = lambda: llm("bench-llm-gemma-batches-2026-11-27-amd-epyc-family-26")
-_MADE["llm-llama"] = lambda: llm("bench-llm-llama-1b-2026-11-24-b-amd-epyc-family-25-model-17")
+_MADE["llm-llama"] = lambda: llm("bench-llm-llama-1b-2026-11-28-amd-epyc-family-26")
 _MADE["llm-avx2"] = lambda: llm("bench-llm-gemma-2026-11-25-amd-epyc-family-25-model-1")
 _MADE["llm-gguf"] = lambda: llm("bench-llm-gemma-gguf-2026-11-26-xeon-family-6-model-85")
 

@@ -12,7 +12,7 @@ from torch import nn
 
 import opsmith
 from opsmith.compiler import session
-from opsmith.compiler.program import graph, sites
+from opsmith.compiler.program import graph
 from opsmith.measure.pool import tensors_of
 from tests.compiler.chatglm import ChatGLM
 from tests.compiler.models import UNTIMED, WHOLE_MODEL, Feed, Truth, ids, numbers, padding, seeded
@@ -233,7 +233,7 @@ def _fails(*args: Any, **kwargs: Any) -> Any:
 
 @pytest.mark.parametrize(
     ("where", "what"),
-    [(session, "capture"), (sites, "recognize"), (graph, "rewrite")],
+    [(session, "capture"), (session, "recognize"), (graph, "rewrite")],
     ids=["capture", "recognize", "rewrite"],
 )
 @pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])

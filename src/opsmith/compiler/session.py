@@ -22,6 +22,7 @@ from opsmith.compiler.choose.select import Selector
 from opsmith.compiler.code import Code
 from opsmith.compiler.config import Config
 from opsmith.compiler.find.products import together
+from opsmith.compiler.find.recognize import recognize
 from opsmith.compiler.find.site import Site
 from opsmith.compiler.modules.adjacent import Adjacent
 from opsmith.compiler.modules.calibrate import Calls
@@ -37,6 +38,7 @@ from opsmith.compiler.prove.proofs import Proofs
 from opsmith.compiler.reasons import raised
 from opsmith.compiler.report import Report
 from opsmith.installed import load_installed
+from opsmith.operator import registry
 from opsmith.version import VERSION
 
 _OTHER = (
@@ -133,9 +135,11 @@ class Session:
             return gm.forward
         show(f"looking for operators in a graph of {len(gm.graph.nodes)} calls")
         try:
+            traced = capture(gm, example_inputs, self.capturing.general)
             make = partial(
                 CompiledGraph,
-                capture(gm, example_inputs, self.capturing.general),
+                traced,
+                recognize(traced.graph, registry().values()),
                 gm,
                 example_inputs,
                 self.selector,

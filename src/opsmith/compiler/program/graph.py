@@ -17,6 +17,7 @@ from opsmith.compiler.choose.select import Selector, device_of, signature
 from opsmith.compiler.choose.weights import Weights
 from opsmith.compiler.choose.worth import Worth, learning_worth, worth
 from opsmith.compiler.find.products import Lay, weights
+from opsmith.compiler.find.recognize import Recognized
 from opsmith.compiler.plan import PlanStep, ShapePlan
 from opsmith.compiler.program.program import Program, Recorder
 from opsmith.compiler.program.programs import UNSEEN, Programs
@@ -37,6 +38,7 @@ class CompiledGraph:
     def __init__(
         self,
         gm: fx.GraphModule,
+        found: Recognized,
         captured: Callable[..., Any],
         examples: Sequence[Any],
         selector: Selector,
@@ -46,7 +48,7 @@ class CompiledGraph:
     ):
         self.original = gm
         self._weights = Weights(examples, self.close)
-        self.sites = Sites(gm, selector, self._weights, more)
+        self.sites = Sites(gm, found, selector, self._weights, more)
         self.report = self.sites.report
         self.programs = Programs([n for n in gm.graph.nodes if n.op == "placeholder"])
         self.plans = self.programs.plans

@@ -15,9 +15,8 @@ from opsmith.compiler.capture.mutation import Effects, effects
 from opsmith.compiler.choose.select import Choice, Selector, signature
 from opsmith.compiler.choose.settle import settle
 from opsmith.compiler.choose.weights import Weights
-from opsmith.compiler.find.recognize import Miss, recognize
+from opsmith.compiler.find.recognize import Miss, Recognized
 from opsmith.compiler.find.site import Site, where
-from opsmith.operator import registry
 
 # A graph's sites, those that were recognized given, with what only the model's modules tell.
 More = Callable[[fx.GraphModule, Effects, Sequence[Site]], Sequence[Site]]
@@ -91,12 +90,13 @@ class Known:
 class Sites(dict[str, Known]):
     """The sites of a captured graph by name, each with its choices."""
 
-    def __init__(self, gm: fx.GraphModule, selector: Selector, weights: Weights, more: More) -> None:
+    def __init__(
+        self, gm: fx.GraphModule, found: Recognized, selector: Selector, weights: Weights, more: More
+    ) -> None:
         self.gm, self.selector, self.weights = gm, selector, weights
         self.effects = effects(gm.graph)
         self.studied = False  # whether an example was seen before
-        found = recognize(gm.graph, registry().values())
-        self.report = GraphReport(misses=found.misses, nodes=len(gm.graph.nodes))
+        self.report = GraphReport(misses=[*found.misses], nodes=len(gm.graph.nodes))
         results = gm.graph.find_nodes(op="output")[0].all_input_nodes
         # The memory that the caller gets.
         self._given = {self.effects.memory[n] for n in results if n in self.effects.memory}

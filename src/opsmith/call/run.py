@@ -210,7 +210,6 @@ class Call:
         return () if self.signature.strided or self.signature.contiguous else ("...",)
 
     def check(self, values: Sequence[Any]) -> None:
-        """Refuse wrong arguments."""
         check_arguments(self.op, self.signature, values[: len(self.signature.arguments)], self.needed)
 
     def explain(self, values: Sequence[Any]) -> None:

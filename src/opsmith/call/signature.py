@@ -230,12 +230,10 @@ class Signature:
 
     @functools.cached_property
     def tensors(self) -> tuple[Input, ...]:
-        """The inputs, without the numbers."""
         return tuple(one for one in self.arguments if isinstance(one, Input))
 
     @functools.cached_property
     def numbers(self) -> tuple[Number, ...]:
-        """The numbers, without the inputs."""
         return tuple(one for one in self.arguments if isinstance(one, Number))
 
     @property
@@ -245,12 +243,10 @@ class Signature:
 
     @property
     def inputs(self) -> dict[str, Sizes]:
-        """The inputs' sizes by name."""
         return {one.name: one.sizes for one in self.tensors}
 
     @property
     def outputs(self) -> dict[str, Sizes]:
-        """The outputs' sizes by name."""
         return {one.name: one.sizes for one in self.results}
 
     @property
@@ -306,7 +302,6 @@ class Signature:
         return [column for column in self.columns if all(dtype in IN_KERNELS for dtype in column)]
 
     def place(self, name: str) -> int:
-        """Which of the forward's parameters has this name."""
         return [p.name for p in self.forward].index(name)
 
     def pieces(self, output: Output) -> tuple[tuple[int, bool, int], ...]:

@@ -123,7 +123,6 @@ def _python(path: Path | None) -> str:
 
 
 def _print(console: Console, cell: dict[str, Any]) -> None:
-    """One cell as a table."""
     rows = cell["contestants"]
     bases = [name for name in rows if name in AGAINST]
     title = f"batch {cell['batch']}, prompt {cell['prompt']}"

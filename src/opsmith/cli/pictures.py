@@ -22,7 +22,6 @@ def check_file(option: str, file: Path) -> None:
 
 
 def pyplot() -> Any:
-    """What draws."""
     import matplotlib
 
     matplotlib.use("Agg")

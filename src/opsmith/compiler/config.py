@@ -103,5 +103,4 @@ class Config(BaseModel):
 
     @property
     def torch_dtype(self) -> torch.dtype | None:
-        """The dtype as PyTorch's."""
         return None if self.dtype is None else DTYPES[self.dtype]

@@ -47,11 +47,9 @@ class Kept(Generic[T]):
             return {}
 
     def get(self, key: str) -> T | None:
-        """The entry, where there is one."""
         return self._entries.get(key)
 
     def put(self, key: str, entry: T) -> None:
-        """Enter something new."""
         self._entries[key] = self._new[key] = entry
 
     def items(self) -> list[tuple[str, T]]:

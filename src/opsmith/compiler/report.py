@@ -124,7 +124,6 @@ class Report:
         ]
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
         return {
             "found": self.found,
             "together": self.together,

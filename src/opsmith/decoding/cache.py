@@ -131,7 +131,6 @@ class PagedLayer(OnPages):
 
     @property
     def batch_size(self) -> int:
-        """Sequences."""
         return self.pages.batch
 
     @property

@@ -88,7 +88,6 @@ class Calling:
         return tuple(found)
 
     def tensors(self) -> list[torch.Tensor]:
-        """Slots, tables and lengths of each step."""
         return [t for step in self.steps.values() for t in (step.slots, step.tables, step.lens)]
 
     def of(self, tensors: Iterable[torch.Tensor]) -> AbstractContextManager[None]:

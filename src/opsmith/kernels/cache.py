@@ -133,7 +133,6 @@ class Store:
                 path.unlink(missing_ok=True)
 
     def size(self) -> int:
-        """Bytes in the folder."""
         total = 0
         for folder, _, names in os.walk(self.path):
             for name in names:

@@ -83,7 +83,6 @@ class _Runner:
         return functools.partial(self.call, *self._inputs())
 
     def sample(self) -> float:
-        """Seconds per call."""
         # Bound before the clock starts; preparation, and the rotation itself, are not part of the work.
         calls = [self._bound() for _ in range(self.inner)]
         if self._flush is not None:

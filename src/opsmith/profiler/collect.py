@@ -75,7 +75,6 @@ class Watched:
 
     @property
     def seconds(self) -> float:
-        """From its start to its end."""
         return (self.end - self.start) * 1e-9
 
 

@@ -100,7 +100,6 @@ class Graph:
         return self._keep(Node(kind, (), value, shape, truth))
 
     def constant(self, value: float) -> Node:
-        """A number."""
         return self.leaf("constant", float(value))
 
     def _keep(self, node: Node) -> Node:

@@ -189,11 +189,9 @@ class CppKernel(Kernel):
         return lines
 
     def statistic(self, kind: str) -> str:
-        """The type of a statistic."""
         return kind
 
     def rows_out(self) -> list[str]:
-        """The results of rows."""
         outputs = [o for o in self.plan.outputs if o.extent == ROW]
         emitter = self.begin([o.node for o in outputs])
         stores = [self.store_row(o, emitter.text(o.node)) for o in outputs]
@@ -239,7 +237,6 @@ def dtype_names(column: Mapping[str, str], names: Sequence[str]) -> str:
 
 
 def python_type(default: float | int | bool | None) -> str:
-    """The type of an attribute with this default."""
     return "bool" if isinstance(default, bool) else "int" if isinstance(default, int) else "float"
 
 
@@ -249,5 +246,4 @@ def wide_type(default: float | int | bool | None) -> str:
 
 
 def indented(lines: Sequence[str]) -> list[str]:
-    """The lines of a block."""
     return [f"  {line}" if line else line for line in lines]

@@ -182,7 +182,6 @@ class Project:
 
     @cached_property
     def forward(self) -> Plan:
-        """The kernel of the formula."""
         return plan(self.formula, inputs=self.kernel_inputs)
 
     @cached_property
@@ -315,7 +314,6 @@ class Project:
 
     @cached_property
     def reference_lines(self) -> list[str]:
-        """The body of `reference`."""
         if self.prototype.formula is None:
             return [f"return {str(self.reference).partition(':')[2]}({self.arguments})"]
         return lower_torch.reference_lines(self.formula, self.like)

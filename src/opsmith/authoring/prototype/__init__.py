@@ -93,7 +93,6 @@ class Description(BaseModel):
         return shape
 
     def symbols(self) -> Shape | None:
-        """The shape, where one is given."""
         return None if self.shape is None else tuple(self.shape)
 
 
@@ -203,7 +202,6 @@ class Prototype(BaseModel):
 
     @property
     def tensors(self) -> list[Description]:
-        """Inputs, then outputs."""
         return [*self.input_desc, *self.output_desc]
 
     def columns(self) -> list[tuple[str, ...]]:

@@ -53,12 +53,10 @@ def larger(s: Space, a: Value, b: Value) -> Poly:
 
 
 def smaller(s: Space, a: Value, b: Value) -> Poly:
-    """The smaller of two values."""
     return -larger(s, -a, -b)
 
 
 def clamp(s: Space, x: Poly, low: Value | None = None, high: Value | None = None) -> Poly:
-    """A value held between two others."""
     x = x if low is None else larger(s, x, low)
     return x if high is None else smaller(s, x, high)
 
@@ -74,7 +72,6 @@ def compared(s: Space, name: str, difference: Poly) -> Poly:
 
 
 def chosen(s: Space, condition: Poly, a: Value, b: Value) -> Poly:
-    """a where the condition holds, else b."""
     a, b = s.of(a), s.of(b)
     if a is b:
         return a
@@ -85,7 +82,6 @@ def chosen(s: Space, condition: Poly, a: Value, b: Value) -> Poly:
 
 
 def negated(s: Space, condition: Poly) -> Poly:
-    """The opposite of a condition."""
     atom = condition.atom
     return atom.args[0] if atom is not None and atom.name == "not" else s.fn("not", condition)
 
@@ -329,7 +325,6 @@ def _softmax(c: Canon, node: Node, self: Any, dim: Any, **_: Any) -> Poly:
 
 
 def softmax(s: Space, x: Poly, size: Dim) -> Poly:
-    """exp(x) / sum(exp(x)) along the last axis."""
     return s.exp(x) / s.reduce("sum", s.exp(x), size)
 
 
@@ -339,7 +334,6 @@ def _log_softmax(c: Canon, node: Node, self: Any, dim: Any, **_: Any) -> Poly:
 
 
 def log_softmax(s: Space, x: Poly, size: Dim) -> Poly:
-    """x - log(sum(exp(x))) along the last axis."""
     return x - s.log(s.reduce("sum", s.exp(x), size))
 
 

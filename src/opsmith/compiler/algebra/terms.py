@@ -182,11 +182,9 @@ class Space:
         return self._poly({self._mono(((atom, power),), None): 1.0})
 
     def const(self, value: float) -> Poly:
-        """A number."""
         return self._poly({self.one: float(value)})
 
     def of(self, value: Poly | float) -> Poly:
-        """A term as it is, and a number as one."""
         return value if isinstance(value, Poly) else self.const(value)
 
     def _mono(self, factors: tuple[tuple[Atom, float], ...], expo: Poly | None) -> Mono:
@@ -217,7 +215,6 @@ class Space:
         return self._poly(terms)
 
     def scale(self, a: Poly, factor: float) -> Poly:
-        """factor * a."""
         return self._poly({m: c * factor for m, c in a.terms})
 
     def mul(self, a: Poly, b: Poly) -> Poly:
@@ -317,11 +314,9 @@ class Space:
         return result if mono.expo is None else result + mono.expo
 
     def sigmoid(self, a: Poly) -> Poly:
-        """1 / (1 + exp(-a))."""
         return 1 / (1 + self.exp(-a))
 
     def tanh(self, a: Poly) -> Poly:
-        """2 sigmoid(2a) - 1."""
         return 2 * self.sigmoid(2 * a) - 1
 
     def erf(self, a: Poly) -> Poly:

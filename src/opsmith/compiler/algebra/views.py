@@ -107,5 +107,4 @@ def transpose(p: Poly, rank: int) -> Poly:
 
 
 def inverse(perm: tuple[int, ...]) -> tuple[int, ...]:
-    """The permutation that undoes `perm`."""
     return tuple(perm.index(i) for i in range(len(perm)))

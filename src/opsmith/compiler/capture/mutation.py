@@ -79,7 +79,6 @@ class Rehearsal:
 
 
 def effects(graph: fx.Graph) -> Effects:
-    """The effects of a graph."""
     found = Effects({n: m for n in graph.nodes if (m := _memory(n)) is not None})
     for node in graph.nodes:
         written = frozenset(found.memory[n] for n in _written(node) if n in found.memory)

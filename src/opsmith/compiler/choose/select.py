@@ -247,7 +247,6 @@ def _cool(between: Sequence[torch.Tensor], run: Callable[[], object]) -> None:
 
 
 def device_of(values: Iterable[Any]) -> torch.device:
-    """Where a call's tensors are."""
     return next((t.device for t in values if isinstance(t, torch.Tensor)), torch.device("cpu"))
 
 

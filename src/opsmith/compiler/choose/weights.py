@@ -181,7 +181,6 @@ class Weights:
 
 
 def rows_of(call: Mapping[str, Any]) -> int:
-    """How many rows a call multiplies."""
     x: torch.Tensor = call["x"]
     return x.numel() // max(x.shape[-1], 1)
 

@@ -163,7 +163,6 @@ class Recordings:
         self._moving: set[int] = set()  # inputs that were seen at two places
 
     def clear(self) -> None:
-        """Forget all recordings."""
         with self._lock:
             self._known.clear()
 

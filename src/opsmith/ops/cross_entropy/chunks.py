@@ -201,7 +201,6 @@ class _Counted:
                 self.rows = rows
 
     def of(self, t: torch.Tensor, dim: int = 0) -> torch.Tensor:
-        """Those rows of a tensor."""
         return t if self.rows is None else t.index_select(dim, self.rows)
 
     def memory(self, out: torch.Tensor | None, dim: int = 0) -> torch.Tensor | None:

@@ -96,7 +96,6 @@ class _Linear(torch.autograd.Function):
 
 
 def _times(dz: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """dz @ weight."""
     by, dx = weight if 1 in weight.stride() else weight.contiguous(), dz.new_empty(len(dz), weight.shape[1])
     direct.of(torch.ops.opsmith.linear_unpacked.default)(dz, by.t(), None, None, 0, y=dx)
     return dx

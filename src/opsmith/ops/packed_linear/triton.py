@@ -59,7 +59,6 @@ def half(words, i):
 
 @triton.jit
 def _largest(x, most, K, pitch, BLOCK: tl.constexpr):
-    """The largest magnitude of each row."""
     row = tl.program_id(0).to(tl.int64)
     found = tl.zeros((BLOCK,), tl.float32)
     odd = tl.zeros((BLOCK,), tl.float32)  # NaN where a number is not finite, which a maximum may pass over

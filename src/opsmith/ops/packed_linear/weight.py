@@ -37,7 +37,6 @@ Packed = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Ten
 
 
 def packed_shape(format: str, n: int, k: int) -> tuple[int, ...]:
-    """The shape of a packed weight [n, k]."""
     if format == "bf16":
         return (1, n, k + k % 2)
     width = -(-k // _DEPTH) * _DEPTH

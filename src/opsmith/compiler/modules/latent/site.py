@@ -80,7 +80,6 @@ class Laid:
         return (step.tokens, *step.tables.shape, *places, *[site.weights() for site in self.sites])
 
     def tensors(self) -> list[torch.Tensor]:
-        """Slots, tables and lengths."""
         return [self.step.slots, self.step.tables, self.step.lens]
 
     def of(self, tensors: list[torch.Tensor]) -> AbstractContextManager[None]:

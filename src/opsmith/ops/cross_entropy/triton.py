@@ -49,19 +49,9 @@ def _loss(top, log_total, z, shift, values, classes, smoothing, z_loss, SMOOTHED
 
 @triton.jit
 def _part(
-    logits,
-    target,
-    state,
-    n,
-    first,
-    row_stride,
-    target_stride,
-    state_stride,
-    ignore_index,
-    BLOCK: tl.constexpr,
-    SMOOTHED: tl.constexpr,
-    BEGIN: tl.constexpr,
-):
+    logits, target, state, n, first, row_stride, target_stride, state_stride, ignore_index,
+    BLOCK: tl.constexpr, SMOOTHED: tl.constexpr, BEGIN: tl.constexpr,
+):  # fmt: skip
     """One part of a row's logits into its state: maximum, sum in two floats, shift, sum of values, target's logit."""
     row = tl.program_id(0).to(tl.int64)
     t = tl.load(target + row * target_stride).to(tl.int64)

@@ -211,7 +211,6 @@ def experts(
     acted = torch.empty((tokens * each, hidden), dtype=torch.float32, device=x.device)
     bad = flag(ids)
     block, depth = min(block_of(hidden), 32), min(block_of(d), 128)
-    biases = [0 if b is None else b.stride(0) for b in (gate_up_bias, down_bias)]
     launch(
         _hidden,
         (tokens * each, triton.cdiv(hidden, block)),

@@ -70,20 +70,9 @@ def largest(x, gamma, beta, rstd, n, BLOCK: tl.constexpr, GAMMA: tl.constexpr, B
 
 @inner
 def norm_row(
-    x,
-    gamma,
-    beta,
-    n,
-    eps,
-    y,
-    s,
-    scale,
-    offset,
-    BLOCK: tl.constexpr,
-    GAMMA: tl.constexpr,
-    BETA: tl.constexpr,
-    FORM: tl.constexpr,
-):
+    x, gamma, beta, n, eps, y, s, scale, offset,
+    BLOCK: tl.constexpr, GAMMA: tl.constexpr, BETA: tl.constexpr, FORM: tl.constexpr,
+):  # fmt: skip
     """One row normalized into y. FORM 0: in y's dtype; 1: int8, `scale` and `offset`; 2: with a scale of its own."""
     rstd = 1.0
     if GAMMA and FORM != 2:

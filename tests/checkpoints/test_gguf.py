@@ -141,6 +141,23 @@ def test_rotations_are_scaled_as_the_file_says(
         gguf.load(files.write(tmp_path / "model.gguf", architecture), torch.float32)
 
 
+@pytest.mark.parametrize("architecture", ["starcoder2", "stablelm", "nemotron", "phi3", "gemma2"])
+def test_rotations_and_caps_are_the_files(
+    architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers passes not all of them on, and then has its own for every file."""
+    said = {"rope.freq_base": 5e5, "rope.dimension_count": files.depth(architecture) * 3 // 8}
+    said |= {"attn_logit_softcapping": 9.0, "final_logit_softcapping": 7.0}
+    values = files.values(architecture) | {f"{architecture}.{name}": v for name, v in said.items()}
+    values[f"{architecture}.attention.head_count"] = files.HIDDEN // files.depth(architecture)
+    monkeypatch.setattr(files, "values", lambda _: values)
+    config = gguf._config(header.read(files.write(tmp_path / "model.gguf", architecture, ("f32",))))
+    assert config.rope_parameters["rope_theta"] == 5e5
+    assert config.rope_parameters.get("partial_rotary_factor", 0.375) == 0.375
+    assert getattr(config, "attn_logit_softcapping", 9) == 9
+    assert getattr(config, "final_logit_softcapping", 7) == 7
+
+
 def test_load_optimizes_and_generates_what_the_unpacked_model_does(tmp_path: Path) -> None:
     file = files.write(tmp_path / "model.gguf", "llama")
     model = opsmith.load(file, config=Config(tune=False))

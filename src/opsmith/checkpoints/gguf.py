@@ -31,6 +31,8 @@ _SIZES = {  # of a configuration, that not every architecture's is passed on
     "sliding_window": "attention.sliding_window",
     "moe_intermediate_size": "expert_feed_forward_length",
     "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping",
 }
 _SCALED = {"factor": "factor", "original_max_position_embeddings": "original_context_length"}
 _FREQUENCIES = "rope_freqs.weight"  # what the frequencies of a Llama 3.1 or later are divided by
@@ -116,12 +118,21 @@ def _config(found: Header) -> Any:
         size = found.values.get(f"{architecture}.{key}")
         if size is not None and getattr(config, name, None) is not None:
             setattr(config, name, size)
-    _scale(config, found.values, architecture)
+    _rotate(config, found.values, architecture)
     return config
 
 
-def _scale(config: Any, values: dict[str, Any], architecture: str) -> None:
-    """Have rotations scaled as a file says; of layers that slide, Gemma 3 scales none."""
+def _rotate(config: Any, values: dict[str, Any], architecture: str) -> None:
+    """Have rotations as a file says, which not every architecture's are passed on; Gemma 3's layers that slide have
+    frequencies of their own, which no file names.
+    """
+    own = config.rope_parameters.get("full_attention", config.rope_parameters)
+    if (base := values.get(f"{architecture}.rope.freq_base")) is not None:
+        own["rope_theta"] = base
+    if (part := values.get(f"{architecture}.rope.dimension_count")) and "partial_rotary_factor" in own:
+        own["partial_rotary_factor"] = part / (
+            getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        )
     said: dict[str, Any] = {
         name: values.get(f"{architecture}.rope.scaling.{name}") for name in ("type", *_SCALED.values())
     }
@@ -131,7 +142,6 @@ def _scale(config: Any, values: dict[str, Any], architecture: str) -> None:
         raise ValueError(f"rotations scaled by {said['type']!r}, where linear and yarn are known")
     if not 0 < said["factor"] < math.inf:
         raise ValueError(f"rotations scaled by a factor of {said['factor']}, where it is above 0")
-    own = config.rope_parameters.get("full_attention", config.rope_parameters)
     own["rope_type"] = said["type"]
     own |= {name: said[of] for name, of in _SCALED.items() if said[of] is not None}
 

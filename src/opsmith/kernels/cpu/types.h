@@ -24,7 +24,9 @@ struct View {
   }
 };
 
-// A number of an int32 or int64 tensor.
+inline bool is_id(DType dtype) { return dtype == DType::i32 || dtype == DType::i64; }
+
+// A number of such a tensor.
 inline int64_t integer_at(const View& x, int64_t at) {
   return x.dtype == DType::i32 ? x.as<int32_t>()[at] : x.as<int64_t>()[at];
 }

@@ -34,8 +34,6 @@ struct Heads {
   bool like(const Heads& other, int64_t dims) const { return std::equal(sizes, sizes + dims, other.sizes); }
 };
 
-inline bool is_id(DType dtype) { return dtype == DType::i32 || dtype == DType::i64; }
-
 inline void check_groups(const char* op, int64_t heads, int64_t kv_heads) {
   STD_TORCH_CHECK(heads == 0 || (kv_heads > 0 && heads % kv_heads == 0), op, ": ", heads, " heads for ",
                   kv_heads, " of keys");

@@ -16,19 +16,6 @@ inline void check_heads(const Tensor& t, const Tensor& like, bool same_heads) {
   STD_TORCH_CHECK(fits, "rope: tensors must have one dtype, x's sizes and a contiguous last dimension");
 }
 
-// The place of a position outside [0, rows), counted over all of them, or -1.
-inline int64_t first_bad_position(View positions, int64_t rows) {
-  const int64_t tokens = positions.sizes[positions.dim - 1],
-                batch = positions.dim == 2 ? positions.sizes[0] : 1;
-  for (int64_t b = 0; b < batch; ++b) {
-    for (int64_t l = 0; l < tokens; ++l) {
-      const int64_t p = position_at(positions, b, l);
-      if (p < 0 || p >= rows) return b * tokens + l;
-    }
-  }
-  return -1;
-}
-
 // What reads of the table depend on: its width, its rows, and the positions that choose among them.
 inline void check_table(const Tensor& cos, const Tensor& sin, const Optional& positions, const Tensor& x,
                         int64_t dims) {
@@ -62,11 +49,14 @@ inline void check_table(const Tensor& cos, const Tensor& sin, const Optional& po
       positions->size(d - 1) == tokens && (d == 1 || positions->size(0) == 1 || positions->size(0) == batch),
       "rope: positions must be one for each token");
   const View view = view_of(*positions);
-  STD_TORCH_CHECK(view.dtype == DType::i32 || view.dtype == DType::i64,
-                  "rope: positions must be int32 or int64");
-  const int64_t bad = first_bad_position(view, rows);
-  STD_TORCH_CHECK(bad < 0, "rope: positions must lie in [0, ", rows, "), the rows of the table; got ",
-                  bad < 0 ? 0 : position_at(view, bad / tokens, bad % tokens), " for token ", bad);
+  STD_TORCH_CHECK(is_id(view.dtype), "rope: positions must be int32 or int64");
+  for (int64_t b = 0; b < (d == 2 ? positions->size(0) : 1); ++b) {
+    for (int64_t l = 0; l < tokens; ++l) {
+      const int64_t p = position_at(view, b, l);
+      STD_TORCH_CHECK(0 <= p && p < rows, "rope: positions must lie in [0, ", rows,
+                      "), the rows of the table; got ", p, " for token ", b * tokens + l);
+    }
+  }
 }
 
 inline void check_float(const Tensor& x) {

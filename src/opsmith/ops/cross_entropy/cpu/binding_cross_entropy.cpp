@@ -27,11 +27,13 @@ void check_floats(const char* name, const Tensor& t, int64_t rows, int64_t colum
 Line targets_of(const Tensor& target, int64_t rows, int64_t classes, int64_t ignore_index) {
   const Line all("cross_entropy", "target", target);
   STD_TORCH_CHECK(all.size() == rows, "cross_entropy: target must have ", rows, " classes");
-  STD_TORCH_CHECK(all.dtype() == DType::i32 || all.dtype() == DType::i64,
-                  "cross_entropy: target must be int32 or int64");
-  const int64_t at = first_bad_target(all.view(), classes, ignore_index);
-  STD_TORCH_CHECK(at < 0, "cross_entropy: targets must lie in [0, ", classes,
-                  ") or be ignored; see position ", at);
+  STD_TORCH_CHECK(is_id(all.dtype()), "cross_entropy: target must be int32 or int64");
+  const View ids = all.view();
+  for (int64_t i = 0; i < rows; ++i) {
+    const int64_t one = integer_at(ids, i * ids.strides[0]);
+    STD_TORCH_CHECK(one == ignore_index || (0 <= one && one < classes),
+                    "cross_entropy: targets must lie in [0, ", classes, ") or be ignored; see position ", i);
+  }
   return all;
 }
 

@@ -176,18 +176,6 @@ void backward(const View& dloss, const View& logits, const std::vector<int64_t>&
 
 }  // namespace
 
-int64_t first_bad_target(View target, int64_t classes, int64_t ignore_index) {
-  int64_t bad = -1;
-  with_id_type(target.dtype, [&](auto* t) {
-    const auto* id = target.as<std::remove_pointer_t<decltype(t)>>();
-    for (int64_t i = target.sizes[0] - 1; i >= 0; --i) {
-      const int64_t v = int64_t(id[i * target.strides[0]]);
-      if (v != ignore_index && uint64_t(v) >= uint64_t(classes)) bad = i;
-    }
-  });
-  return bad;
-}
-
 void cross_entropy(View logits, View target, const LossOptions& options, View loss, View stats) {
   const std::vector<int64_t> targets = targets_of(target);
   std::vector<double> losses(targets.size());

@@ -15,9 +15,6 @@ struct LossOptions {
   Reduction reduction;
 };
 
-// The row of a target that is neither ignored nor in [0, classes), or -1.
-int64_t first_bad_target(View target, int64_t classes, int64_t ignore_index);
-
 // logits [N, V], target [N]; loss [N], or one number; stats [2, N] float32 for the backward, or undefined.
 void cross_entropy(View logits, View target, const LossOptions& options, View loss, View stats);
 

@@ -8,13 +8,11 @@ namespace {
 // Ids of any dimensions as [T], each of them a row of a table of `rows`.
 Line ids_of(const char* op, const Tensor& t, int64_t rows) {
   const Line ids(op, "ids", t);
-  STD_TORCH_CHECK(ids.dtype() == DType::i32 || ids.dtype() == DType::i64, op, ": ids must be int32 or int64");
+  STD_TORCH_CHECK(is_id(ids.dtype()), op, ": ids must be int32 or int64");
   const View v = ids.view();
   const int64_t at = first_bad_id(v, rows);
   STD_TORCH_CHECK(at < 0, op, ": ids must lie in [0, ", rows, "), the rows of the table; got ",
-                  v.dtype == DType::i32 ? int64_t(v.as<int32_t>()[at * v.strides[0]])
-                                        : v.as<int64_t>()[at * v.strides[0]],
-                  " at position ", at);
+                  integer_at(v, at * v.strides[0]), " at position ", at);
   return ids;
 }
 

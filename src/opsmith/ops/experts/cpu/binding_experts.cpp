@@ -57,7 +57,7 @@ void run(const Tensor& x, const Given& gate_up, const Given& down, int64_t hidde
   const DType dtype = dtype_of(x), number = dtype_of(weights), kind = dtype_of(ids);
   STD_TORCH_CHECK(is_floating(dtype), op, ": x must be floating-point");
   STD_TORCH_CHECK(number == dtype || number == DType::f32, op, ": weights must be float32 or in x's dtype");
-  STD_TORCH_CHECK(kind == DType::i32 || kind == DType::i64, op, ": ids must be int32 or int64");
+  STD_TORCH_CHECK(is_id(kind), op, ": ids must be int32 or int64");
   STD_TORCH_CHECK(0 <= activation && activation <= 3, op, ": no activation ", activation);
   STD_TORCH_CHECK(limit > 0, op, ": limit must be above 0, got ", limit);
   const View id = lying("ids", ids, {tokens, each}, kind);

@@ -88,13 +88,13 @@ class Attention {
   int64_t longest() const {
     int64_t most = 0;
     for (int64_t s = 0; s < c_.lens.sizes[0]; ++s)
-      most = std::max(most, id_at(c_.lens, s * c_.lens.strides[0]));
+      most = std::max(most, integer_at(c_.lens, s * c_.lens.strides[0]));
     return most;
   }
   int64_t part_size(const Group& g) const { return g.rows * (width_ + 2); }
   // The last key that a row sees; rows are tokens and, within them, heads.
   int64_t sees(const Group& g, int64_t r) const {
-    return id_at(c_.lens, g.sequence * c_.lens.strides[0]) - each_ + (g.row + r) / heads_;
+    return integer_at(c_.lens, g.sequence * c_.lens.strides[0]) - each_ + (g.row + r) / heads_;
   }
   // What a row's sums are multiplied by. NaN stays, and is there where all scores are -infinity.
   float share_of(const Group& g, int64_t r, float total) const {
@@ -111,8 +111,8 @@ class Attention {
   template <class F>
   void strips(const View& from, const Group& g, int64_t key, int64_t n, const F& f) const {
     const int64_t size = from.sizes[1], tile = from.sizes[3], bytes = size_of(from);
-    const int64_t block = id_at(c_.tables,
-                                g.sequence * c_.tables.strides[0] + key / size * c_.tables.strides[1]);
+    const int64_t block = integer_at(c_.tables,
+                                     g.sequence * c_.tables.strides[0] + key / size * c_.tables.strides[1]);
     const char* row = from.as<char>() + (block * from.strides[0] + key % size * from.strides[1]) * bytes;
     for (int64_t i = 0; i < n; i += tile, row += from.strides[2] * bytes) f(i, row);
   }

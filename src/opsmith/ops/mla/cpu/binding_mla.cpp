@@ -32,9 +32,8 @@ DType float_type(const char* name, const Tensor& t) {
 }
 
 void check_ids(const char* name, const Tensor& t, int64_t dims) {
-  const DType dtype = dtype_of(t);
-  STD_TORCH_CHECK(t.dim() == dims && (dtype == DType::i32 || dtype == DType::i64), "mla: ", name,
-                  " must have ", dims, " dimension(s), in int32 or int64");
+  STD_TORCH_CHECK(t.dim() == dims && is_id(dtype_of(t)), "mla: ", name, " must have ", dims,
+                  " dimension(s), in int32 or int64");
 }
 
 float or_one(const char* name, const Optional& t) { return t ? number("mla", name, t) : 1.0f; }
@@ -102,11 +101,13 @@ Keys checked(Keys keys, DType dtype, int64_t tokens, int64_t kv_lora, const Tens
                   "mla: latent and rope do not fit their layout");
   check_ids("slots", slots, 1);
   STD_TORCH_CHECK(slots.size(0) == tokens, "mla: a slot for each token");
-  const int64_t end = latent.size(0) * size, bad = bad_slot(view_of(slots), end);
-  STD_TORCH_CHECK(bad < 0, "mla: slot_mapping must lie in [0, ", end, ") or be -1; it does not for token ",
-                  bad, "; nothing was written");
-  keys.gamma2 = view_of(gamma2);
   keys.slots = view_of(slots);
+  for (int64_t t = 0; t < tokens; ++t) {
+    const int64_t slot = integer_at(keys.slots, t * slots.stride(0)), end = latent.size(0) * size;
+    STD_TORCH_CHECK(-1 <= slot && slot < end, "mla: slot_mapping must lie in [0, ", end,
+                    ") or be -1; it does not for token ", t, "; nothing was written");
+  }
+  keys.gamma2 = view_of(gamma2);
   keys.latent = view_of(latent);
   keys.rope = view_of(rope);
   keys.ctkv_scale = or_one("ctkv_scale", ctkv_scale);
@@ -236,11 +237,11 @@ void attention_op(const Tensor& q_nope, const Tensor& q_rope, const Tensor& late
       tables.size(0) == sequences && (sequences > 0 ? tokens % sequences == 0 : tokens == 0),
       "mla_attention: block_tables must be [S, n] and seq_lens [S], as many tokens for each of S");
   for (int64_t s = 0; s < sequences; ++s) {
-    const int64_t length = id_at(view_of(lens), s * lens.stride(0));
+    const int64_t length = integer_at(view_of(lens), s * lens.stride(0));
     STD_TORCH_CHECK(0 <= length && length <= tables.size(1) * size,
                     "mla_attention: seq_lens must lie within the table");
     for (int64_t i = 0; i * size < length; ++i) {
-      const int64_t block = id_at(view_of(tables), s * tables.stride(0) + i * tables.stride(1));
+      const int64_t block = integer_at(view_of(tables), s * tables.stride(0) + i * tables.stride(1));
       STD_TORCH_CHECK(0 <= block && block < latent.size(0),
                       "mla_attention: block_tables must lie within the cache");
     }

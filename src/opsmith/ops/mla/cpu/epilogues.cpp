@@ -8,14 +8,6 @@ constexpr int64_t kTokens = 32;  // that a head's weight meets at once
 
 }  // namespace
 
-int64_t bad_slot(View slots, int64_t end) {
-  for (int64_t t = 0; t < slots.sizes[0]; ++t) {
-    const int64_t slot = id_at(slots, t * slots.strides[0]);
-    if (slot < -1 || slot >= end) return t;
-  }
-  return -1;
-}
-
 void kv_epilogue(View a, const Keys& keys) {
   const KeyWriter writer(keys);
   with_float_type(a.dtype, [&](auto* t) {

@@ -60,7 +60,7 @@ class KeyWriter {
   // The key of token t.
   template <class T>
   void write(const T* a, int64_t t, float* memory) const {
-    const int64_t slot = id_at(c_.slots, t * c_.slots.strides[0]);
+    const int64_t slot = integer_at(c_.slots, t * c_.slots.strides[0]);
     if (slot < 0) return;
     float *const norm = memory, *const table = memory + latent_, *const turned = table + 2 * rope_;
     T* const key = reinterpret_cast<T*>(turned + rope_);

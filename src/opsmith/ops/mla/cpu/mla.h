@@ -16,11 +16,6 @@ struct Projection {
   float scale = 1.0f, offset = 0.0f;  // of the activations, per tensor
 };
 
-// Of slots, block tables and lengths.
-inline int64_t id_at(const View& ids, int64_t at) {
-  return ids.dtype == DType::i32 ? ids.as<int32_t>()[at] : ids.as<int64_t>()[at];
-}
-
 struct Rotation {
   View cos, sin;  // [T, rope or rope / 2], or undefined
   bool interleaved = false;
@@ -61,9 +56,6 @@ void preprocess(PreprocessCall call);
 // Of those, what follows each projection: a [T, kv_lora + rope or more] into the cache, q [T, H, nope + rope] into the latent space.
 void kv_epilogue(View a, const Keys& keys);
 void q_epilogue(View q, const Queries& queries);
-
-// The first token whose slot is neither -1 nor in [0, end), or -1.
-int64_t bad_slot(View slots, int64_t end);
 
 struct AttentionCall {
   View q_nope, q_rope;  // [T, H, kv_lora], int8 with q_nope_scale [H]; [T, H, rope]

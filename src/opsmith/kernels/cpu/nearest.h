@@ -14,6 +14,8 @@ inline IVec nearest_integers(Vec v) {
   return (IVec)_mm256_cvtps_epi32((__m256)v);
 #elif defined(OPSMITH_NEON)
   return (IVec)vcvtnq_s32_f32(v);
+#elif defined(__SSE2__)
+  return (IVec)_mm_cvtps_epi32((__m128)v);
 #else
   IVec whole;
   for (int i = 0; i < W; ++i) whole[i] = v[i] == v[i] ? int32_t(__builtin_rintf(v[i])) : 0;
@@ -22,7 +24,7 @@ inline IVec nearest_integers(Vec v) {
 }
 
 // The low byte of every lane.
-inline void store_low_bytes(int8_t* p, IVec v) {
+inline void store_low_bytes(int8_t* p, IVec v, Full = {}) {
 #if defined(OPSMITH_AVX512)
   _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8((__m512i)v));
 #elif defined(OPSMITH_NEON)
@@ -32,6 +34,11 @@ inline void store_low_bytes(int8_t* p, IVec v) {
 #else
   for (int i = 0; i < W; ++i) p[i] = int8_t(v[i]);
 #endif
+}
+inline void store_low_bytes(int8_t* p, IVec v, Part k) {
+  int8_t bytes[W];
+  store_low_bytes(bytes, v);
+  std::memcpy(p, bytes, size_t(k.count));
 }
 
 }  // namespace opsmith

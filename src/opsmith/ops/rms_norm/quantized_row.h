@@ -52,21 +52,9 @@ inline void norm_row(const T* x, int64_t n, const float* gamma, const float* bet
 }
 
 // rint(clamp(v, -128, 127)), half to even.
-inline void store_q8(int8_t* p, Vec v, Full) {
-  v = min(127.0f, max(-128.0f, v));
-#if defined(OPSMITH_AVX512)
-  _mm_storeu_si128((__m128i*)p, _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32((__m512)v)));
-#elif defined(OPSMITH_NEON)
-  store_low_bytes(p, nearest_integers(v));
-#else
-  const Vec rounded = round_to_integer(v);
-  for (int i = 0; i < W; ++i) p[i] = int8_t(rounded[i]);
-#endif
-}
-inline void store_q8(int8_t* p, Vec v, Part k) {
-  int8_t buffer[W];
-  store_q8(buffer, v, Full{});
-  std::memcpy(p, buffer, size_t(k.count));
+template <class Lanes>
+inline void store_q8(int8_t* p, Vec v, Lanes k) {
+  store_low_bytes(p, nearest_integers(min(127.0f, max(-128.0f, v))), k);
 }
 
 // The largest magnitude of n numbers; NaN where one is: as integers its bits are above all others.

@@ -13,9 +13,7 @@ template <class T>
 float quantize(const T* x, int64_t n, int8_t* to) {
   const float most = largest(x, n), inverse = most > kLeast ? 127.0f / most : 0.0f;
   for_lanes(n, [&](int64_t i, auto lanes) {
-    int8_t bytes[W];
-    store_low_bytes(bytes, nearest_integers(keep(load(x + i, lanes), lanes, 0.0f) * inverse));
-    std::memcpy(to + i, bytes, size_t(lanes.count));
+    store_low_bytes(to + i, nearest_integers(keep(load(x + i, lanes), lanes, 0.0f) * inverse), lanes);
   });
   return most / 127.0f;
 }

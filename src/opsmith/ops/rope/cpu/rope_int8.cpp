@@ -1,7 +1,5 @@
 // Rotary embedding of int8 rows with a scale each: rotated in float32, and quantized again by the largest magnitude.
-#include <cmath>
-
-#include "nearest.h"
+#include "fixed_point.h"
 #include "rope_row.h"
 
 namespace opsmith {
@@ -9,21 +7,6 @@ namespace {
 
 constexpr int64_t kTableBytes = 256 << 10;  // of a block's table: a part of the second cache
 constexpr int64_t kTask = 16384;  // elements that are worth a thread's wake-up
-
-// Numbers in [-127, 127], rounded to nearest, ties to even.
-inline void store_rounded(int8_t* p, Vec v, Full) {
-  const IVec whole = nearest_integers(v);
-#if defined(OPSMITH_AVX512)
-  _mm_storeu_si128((__m128i*)p, _mm512_cvtsepi32_epi8((__m512i)whole));
-#else
-  store_low_bytes(p, whole);
-#endif
-}
-inline void store_rounded(int8_t* p, Vec v, Part k) {
-  int8_t buffer[W];
-  store_rounded(buffer, v, Full{});
-  std::memcpy(p, buffer, size_t(k.count));
-}
 
 // Rotates a row into `turned` and writes it quantized, times the sign of its scale (0 where that is 0); the factor from
 // its integers to those of x is returned.
@@ -33,20 +16,13 @@ inline float rotate_quantized(const int8_t* x, int8_t* y, const TableRow<C>& t, 
   rotate_row<interleaved, shared, 1>(x, 0, turned, 0, t, half, false, 0);
   for_lanes(dims - 2 * half,
             [=](int64_t i, auto k) { store(turned + 2 * half + i, load(x + 2 * half + i, k), k); });
-  Vec most{};
-  IVec odd{};
-  for_lanes(dims, [&](int64_t i, auto k) {
-    const Vec v = keep(load(turned + i, k), k, 0.0f);
-    most = max(abs(v), most);
-    odd |= IVec(!(abs(v) <= 3.4e38f));  // a table may hold anything
-  });
-  const float largest = any(odd) ? NAN : reduce_max(most);
-  const float inverse = largest > 0 ? 127.0f / largest * sign : 0.0f;
+  const float most = largest(turned, dims);  // a table may hold anything
+  const float inverse = most > 0 ? 127.0f / most * sign : 0.0f;
   for_lanes(dims, [=](int64_t i, auto k) {
     const Vec v = load(turned + i, k) * inverse;
-    store_rounded(y + i, select(abs(v) <= 127.5f, v, Vec{}), k);
+    store_low_bytes(y + i, nearest_integers(select(abs(v) <= 127.5f, v, Vec{})), k);
   });
-  return largest / 127.0f;
+  return most / 127.0f;
 }
 
 template <bool interleaved, class C>

@@ -42,7 +42,7 @@ inline void check_groups(const char* op, int64_t heads, int64_t kv_heads) {
 // A mask as [B, H, L, S], stride 0 where it is broadcast.
 class Mask {
  public:
-  Mask(const char* op, const std::optional<Tensor>& mask, const Heads& q, const Heads& k)
+  Mask(const char* op, const Optional& mask, const Heads& q, const Heads& k)
       : sizes_{q.sizes[0], q.sizes[1], q.sizes[2], k.sizes[2]} {
     if (!mask) return;
     const DType dtype = dtype_of(*mask);
@@ -86,8 +86,7 @@ inline View starts_of(const char* name, const Tensor& t, int64_t length) {
 }
 
 // A number for each query head, or none.
-inline View of_heads(const char* op, const char* name, const std::optional<Tensor>& t, int64_t heads,
-                     DType dtype) {
+inline View of_heads(const char* op, const char* name, const Optional& t, int64_t heads, DType dtype) {
   if (!t) return {};
   STD_TORCH_CHECK(t->dim() == 1 && t->size(0) == heads && is_floating(dtype_of(*t)) &&
                       (dtype_of(*t) == DType::f32 || dtype_of(*t) == dtype),
@@ -106,10 +105,9 @@ struct Attended {
   View sinks, alibi;
   Sequences sequences;
 
-  Attended(const char* name, const Tensor& q_, const Tensor& k_, const Tensor& v_,
-           const std::optional<Tensor>& mask_, const std::optional<Tensor>& query_starts,
-           const std::optional<Tensor>& key_starts, const std::optional<Tensor>& sinks_,
-           const std::optional<Tensor>& alibi_, const Tensor& out_, const std::optional<Tensor>& row_sums_)
+  Attended(const char* name, const Tensor& q_, const Tensor& k_, const Tensor& v_, const Optional& mask_,
+           const Optional& query_starts, const Optional& key_starts, const Optional& sinks_,
+           const Optional& alibi_, const Tensor& out_, const Optional& row_sums_)
       : op(name), layout(query_starts ? Layout::packed : Layout::dense), dtype(dtype_of(q_)),
         q(op, q_, layout, dtype), k(op, k_, layout, dtype), v(op, v_, layout, dtype),
         out(op, out_, layout, dtype), mask(op, mask_, q, k),

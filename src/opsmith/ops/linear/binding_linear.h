@@ -6,8 +6,7 @@
 
 namespace opsmith {
 
-inline void check_bias(const char* op, const char* name, const std::optional<Tensor>& t, int64_t n,
-                       DType dtype) {
+inline void check_bias(const char* op, const char* name, const Optional& t, int64_t n, DType dtype) {
   check_vector(op, name, t, n, false);
   STD_TORCH_CHECK(!t || dtype_of(*t) == dtype, op, ": ", name, " must be in x's dtype");
 }

@@ -10,9 +10,8 @@ enum : int64_t { kPlain, kDynamic, kHalf, kNested, kFloat8, kFloat4 };  // forma
 
 // The weights [n, k] that packed tensors hold, of so many experts, which are their first dimension; of one and without it for 0.
 inline QuantizedWeight packed_weight(const char* op, const Tensor& weight, const Tensor& scale,
-                                     const std::optional<Tensor>& zero, const std::optional<Tensor>& outer,
-                                     int64_t bits, int64_t group, int64_t scales, int64_t n, int64_t k,
-                                     int64_t experts = 0) {
+                                     const Optional& zero, const Optional& outer, int64_t bits, int64_t group,
+                                     int64_t scales, int64_t n, int64_t k, int64_t experts = 0) {
   using torch::headeronly::ScalarType;
   const auto round_up = [](int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; };
   STD_TORCH_CHECK(bits == 8 || bits == 4, op, ": weights have 8 or 4 bits, not ", bits);

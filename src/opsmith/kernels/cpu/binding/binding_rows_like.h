@@ -7,7 +7,7 @@ namespace opsmith {
 
 class RowsLike {
  public:
-  RowsLike(const char* op, const char* name, const std::optional<Tensor>& t, const Rows& other) {
+  RowsLike(const char* op, const char* name, const Optional& t, const Rows& other) {
     if (!t) return;
     rows_.emplace(op, name, *t);
     STD_TORCH_CHECK(rows_->like(other), op, ": ", name, " must be rows like the input's, in its dtype");
@@ -21,8 +21,7 @@ class RowsLike {
 
 inline bool is_number(const Tensor& t) { return t.numel() == 1 && dtype_of(t) == DType::f32; }
 
-inline void check_number_each(const char* op, const char* name, const std::optional<Tensor>& t,
-                              int64_t rows) {
+inline void check_number_each(const char* op, const char* name, const Optional& t, int64_t rows) {
   STD_TORCH_CHECK(!t || (t->numel() == rows && t->is_contiguous() && dtype_of(*t) == DType::f32), op, ": ",
                   name, " must be contiguous float32, one for each row");
 }

@@ -4,11 +4,10 @@
 namespace opsmith {
 namespace {
 
-void attention_op(const Tensor& q, const Tensor& k, const Tensor& v, const std::optional<Tensor>& mask,
-                  const std::optional<Tensor>& query_starts, const std::optional<Tensor>& key_starts,
-                  const std::optional<Tensor>& sinks, const std::optional<Tensor>& alibi, double scale,
-                  bool causal, int64_t window, double softcap, const Tensor& out,
-                  const std::optional<Tensor>& row_sums) {
+void attention_op(const Tensor& q, const Tensor& k, const Tensor& v, const Optional& mask,
+                  const Optional& query_starts, const Optional& key_starts, const Optional& sinks,
+                  const Optional& alibi, double scale, bool causal, int64_t window, double softcap,
+                  const Tensor& out, const Optional& row_sums) {
   const Attended x("attention", q, k, v, mask, query_starts, key_starts, sinks, alibi, out, row_sums);
   attention(x.call(scale, causal, window, softcap));
 }

@@ -5,11 +5,10 @@ namespace opsmith {
 namespace {
 
 void attention_backward_op(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v,
-                           const Tensor& out, const Tensor& row_sums, const std::optional<Tensor>& mask,
-                           const std::optional<Tensor>& query_starts, const std::optional<Tensor>& key_starts,
-                           const std::optional<Tensor>& sinks, const std::optional<Tensor>& alibi,
-                           double scale, bool causal, int64_t window, double softcap, const Tensor& dq,
-                           const Tensor& dk, const Tensor& dv, const std::optional<Tensor>& dsinks) {
+                           const Tensor& out, const Tensor& row_sums, const Optional& mask,
+                           const Optional& query_starts, const Optional& key_starts, const Optional& sinks,
+                           const Optional& alibi, double scale, bool causal, int64_t window, double softcap,
+                           const Tensor& dq, const Tensor& dk, const Tensor& dv, const Optional& dsinks) {
   const char* const op = "attention_backward";
   const Attended x(op, q, k, v, mask, query_starts, key_starts, sinks, alibi, out, row_sums);
   const Heads slope(op, dout, x.layout, x.dtype), of_q(op, dq, x.layout, x.dtype),

@@ -46,7 +46,7 @@ Line losses_of(const char* name, const Tensor& loss, int64_t rows, Reduction red
 
 void cross_entropy_op(const Tensor& logits, const Tensor& target, int64_t ignore_index,
                       double label_smoothing, double z_loss, int64_t reduction, const Tensor& loss,
-                      const std::optional<Tensor>& stats) {
+                      const Optional& stats) {
   const LossOptions options = options_of(ignore_index, label_smoothing, z_loss, reduction);
   const Rows all("cross_entropy", "logits", logits);
   const Line targets = targets_of(target, all.rows(), all.n(), ignore_index);
@@ -86,7 +86,7 @@ void cross_entropy_part_op(const Tensor& logits, const Tensor& target, int64_t i
 
 void cross_entropy_finish_op(const Tensor& state, const Tensor& target, int64_t ignore_index,
                              double label_smoothing, double z_loss, int64_t reduction, int64_t classes,
-                             const Tensor& loss, const std::optional<Tensor>& stats) {
+                             const Tensor& loss, const Optional& stats) {
   const LossOptions options = options_of(ignore_index, label_smoothing, z_loss, reduction);
   STD_TORCH_CHECK(target.dim() == 1, "cross_entropy: target must be [N]");
   const int64_t rows = target.size(0);

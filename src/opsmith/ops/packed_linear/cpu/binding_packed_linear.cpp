@@ -5,10 +5,9 @@
 namespace opsmith {
 namespace {
 
-void packed_linear_op(const Tensor& x, const Tensor& weight, const Tensor& scale,
-                      const std::optional<Tensor>& zero, const std::optional<Tensor>& bias,
-                      const std::optional<Tensor>& outer, int64_t bits, int64_t group, int64_t scales,
-                      const Tensor& y) {
+void packed_linear_op(const Tensor& x, const Tensor& weight, const Tensor& scale, const Optional& zero,
+                      const Optional& bias, const Optional& outer, int64_t bits, int64_t group,
+                      int64_t scales, const Tensor& y) {
   constexpr const char* op = "packed_linear";
   const Rows in(op, "x", x), out(op, "y", y);
   STD_TORCH_CHECK(out.rows() == in.rows() && out.dtype() == in.dtype(), op,

@@ -1,6 +1,5 @@
 """The tables of the site come from the cards: each operator is there, with numbers where there are any."""
 
-import importlib.util
 import json
 import subprocess
 from pathlib import Path
@@ -9,6 +8,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 import opsmith.ops  # noqa: F401  registers the cards
+from opsmith.authoring.project import imported
 from opsmith.operator import registry
 
 CARDS = Path(__file__).parents[1] / "docs" / "cards.py"
@@ -16,12 +16,7 @@ CARDS = Path(__file__).parents[1] / "docs" / "cards.py"
 
 @pytest.fixture(scope="module")
 def cards() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("cards", CARDS)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return imported(CARDS, "cards")
 
 
 def test_the_overview_names_every_operator(cards: ModuleType) -> None:

@@ -1,6 +1,5 @@
 """The worked example in CUDA C++: compiles for GPUs that need not be here, and trains where its kernels cannot run."""
 
-import importlib.util
 from pathlib import Path
 from types import ModuleType
 
@@ -8,7 +7,7 @@ import pytest
 import torch
 
 from opsmith.authoring import load
-from opsmith.authoring.project import compile as build
+from opsmith.authoring.project import compile as build, imported
 from opsmith.kernels import nvcc
 from opsmith.proof.verify import verify
 
@@ -17,14 +16,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 @pytest.fixture(scope="module")
 def training() -> ModuleType:
-    spec = importlib.util.spec_from_file_location(
-        "train_cuda_layer_norm", EXAMPLES / "train_cuda_layer_norm.py"
-    )
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return imported(EXAMPLES / "train_cuda_layer_norm.py", "train_cuda_layer_norm")
 
 
 @pytest.mark.skipif(nvcc.find() is None, reason="there is no nvcc")

@@ -1,25 +1,19 @@
 """The published call as an example: it runs, and its rungs agree."""
 
-import importlib.util
-import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
 
+from opsmith.authoring.project import imported
+
 FILE = Path(__file__).parents[2] / "examples" / "mla_preprocess.py"
 
 
 @pytest.fixture(scope="module")
 def example() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("mla_preprocess_example", FILE)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # where dataclasses look for the annotations
-    spec.loader.exec_module(module)
-    return module
+    return imported(FILE, "mla_preprocess_example")
 
 
 def test_inputs_outputs_and_times(example: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:

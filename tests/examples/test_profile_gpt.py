@@ -1,21 +1,16 @@
 """The published breakdown, on a model small enough for a test: its classes, and that optimizing changes no result."""
 
-import importlib.util
-import sys
 from pathlib import Path
 
 import torch
+
+from opsmith.authoring.project import imported
 
 FILE = Path(__file__).parents[2] / "examples" / "profile_gpt.py"
 
 
 def test_the_example_names_what_it_writes_out() -> None:
-    spec = importlib.util.spec_from_file_location("profile_gpt", FILE)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
+    module = imported(FILE, "profile_gpt")
     before, after = module.measured(layers=1, width=64, heads=4, length=32, budget_s=0.05)
     torch._dynamo.reset()
     for profile in (before, after):

@@ -1,25 +1,19 @@
 """The training proof itself: curves and gradients on models small enough for a test."""
 
-import importlib.util
-import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
 
+from opsmith.authoring.project import imported
+
 FILE = Path(__file__).parents[2] / "examples" / "train_proof.py"
 
 
 @pytest.fixture(scope="module")
 def proof() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("train_proof", FILE)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # where dataclasses look for the annotations
-    spec.loader.exec_module(module)
-    return module
+    return imported(FILE, "train_proof")
 
 
 @pytest.mark.parametrize("model", ["llama", "bert"])

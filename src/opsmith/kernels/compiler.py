@@ -282,7 +282,7 @@ def _jobs() -> int:
     chosen = os.environ.get("MAX_JOBS", "")
     if chosen.isdigit() and int(chosen) > 0:
         return int(chosen)
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return len(os.sched_getaffinity(0))
 
 
 def _explain(output: str) -> BuildError:

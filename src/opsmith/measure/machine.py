@@ -76,7 +76,7 @@ def describe() -> Machine:
     gpu, gpu_cache = _gpu()
     return Machine(
         cpu=cpu,
-        cores=_cores(),
+        cores=len(os.sched_getaffinity(0)),
         threads=torch.get_num_threads(),
         isa=flags,
         caches=_caches(),
@@ -118,12 +118,6 @@ def _parse_cpuinfo(text: str) -> tuple[str, tuple[str, ...]]:
         name = f"{name} (family {family}, model {fields.get('model', '?')})"
     flags = (fields.get("flags") or fields.get("features") or "").split()
     return name, tuple(sorted(flag for flag in flags if _RELEVANT.search(flag)))
-
-
-def _cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 @functools.lru_cache(maxsize=1)

@@ -113,7 +113,7 @@ class Backward(_Pass):
 
     def contestant(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         """The gradients of a function of the operator's arguments."""
-        return partial(_both, fn) if self._both else measure.Prepared(partial(_ready, fn))
+        return (lambda *given: _ready(fn, *given)()) if self._both else measure.Prepared(partial(_ready, fn))
 
     def inputs(self) -> tuple[Any, ...]:
         """A set of inputs of its own: the sample's values, and the gradients of its outputs."""
@@ -172,10 +172,6 @@ def _ready(fn: Callable[..., Any], args: Any, kwargs: Any, seeds: Any) -> Callab
     outputs = [t for t in tensors_of(fn(*args, **kwargs)) if t.requires_grad]
     seeds = [seed.to(t.dtype) for seed, t in zip(seeds, outputs, strict=True)]
     return partial(torch.autograd.grad, outputs, leaves, seeds, allow_unused=True)
-
-
-def _both(fn: Callable[..., Any], args: Any, kwargs: Any, seeds: Any) -> Any:
-    return _ready(fn, args, kwargs, seeds)()
 
 
 def _truth(

@@ -171,16 +171,14 @@ def check_options(
 
 def check_targets(target: torch.Tensor, classes: int, ignore_index: int, op: str) -> None:
     """Refuse the first target outside [0, classes) that is not ignored, naming its position."""
-    bad = ((target < 0) | (target >= classes)) & (target != ignore_index)
-    if not bool(bad.any()):
-        return
-    position: Any = tuple(int(i) for i in bad.nonzero()[0])
-    got = int(target[position])
-    position = position[0] if len(position) == 1 else position
-    raise TargetError(
-        f"{op}: targets must be in [0, {classes}) or ignore_index={ignore_index}, got {got} at position "
-        f"{position}; check the tokenizer's vocabulary against the size of the output layer"
-    )
+    bad = (((target < 0) | (target >= classes)) & (target != ignore_index)).nonzero()
+    if len(bad):
+        at = tuple(bad[0].tolist())
+        raise TargetError(
+            f"{op}: targets must be in [0, {classes}) or ignore_index={ignore_index}, got {int(target[at])} at "
+            f"position {at[0] if len(at) == 1 else at}; check the tokenizer's vocabulary against the size of the "
+            "output layer"
+        )
 
 
 class Loss(Call):

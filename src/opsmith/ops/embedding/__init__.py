@@ -127,17 +127,13 @@ def check_ids(op: str, ids: Any, table: Any, name: str = "ids") -> None:
 
 def raise_bad_id(op: str, ids: torch.Tensor, rows: int, name: str = "ids") -> None:
     """Raise the error that names the first id outside the table and where it stands, if there is one."""
-    flat = ids.reshape(-1)
-    bad = ((flat < 0) | (flat >= rows)).nonzero()
-    if not bad.numel():
-        return
-    first = int(bad[0])
-    position: Any = tuple(int(i) for i in torch.unravel_index(torch.tensor(first), ids.shape))
-    position = position[0] if len(position) == 1 else position
-    raise IdError(
-        f"{op}: {name} must be in [0, {rows}) for a table of {rows} rows, got {int(flat[first])} "
-        f"at position {position}; check the tokenizer's vocabulary against the table"
-    )
+    bad = ((ids < 0) | (ids >= rows)).nonzero()
+    if len(bad):
+        at = tuple(bad[0].tolist())
+        raise IdError(
+            f"{op}: {name} must be in [0, {rows}) for a table of {rows} rows, got {int(ids[at])} at position "
+            f"{at[0] if len(at) == 1 else at}; check the tokenizer's vocabulary against the table"
+        )
 
 
 class Gather(Call):

@@ -24,7 +24,7 @@ from opsmith.call.signature import (
     Slope,
 )
 from opsmith.operator import GradientCost, Kind, MergedCalls
-from opsmith.ops.rope.check import Pair, bad_position, check, check_key, name_bad_position
+from opsmith.ops.rope.check import Pair, check, check_key, name_bad_position
 from opsmith.ops.rope.patterns import PATTERNS
 from opsmith.ops.rope.samples import cost, cost_qk, samples, samples_qk, workloads, workloads_qk
 
@@ -197,7 +197,8 @@ def _gather(table: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     try:
         return F.embedding(positions, table)
     except IndexError:
-        raise bad_position(positions, table.shape[0]) from None
+        name_bad_position(positions, table)
+        raise
 
 
 class Rotation(Call):

@@ -15,15 +15,6 @@ class PositionError(IndexError, ValueError):
     """A position that the table has no row for: an IndexError as in PyTorch, and a ValueError as in opsmith."""
 
 
-def bad_position(positions: torch.Tensor, rows: int, op: str = "rope") -> PositionError:
-    """The error that names the first position without a row."""
-    bad = positions[(positions < 0) | (positions >= rows)]
-    return PositionError(
-        f"{op}: positions must be in [0, {rows}) for a table of {rows} rows, got {int(bad[0])}; "
-        "make a longer table"
-    )
-
-
 def check(op: str, x: Any, cos: Any, sin: Any, positions: Any, rotary_dim: int | None) -> int:
     """Refuse wrong arguments; the number of rotated dimensions."""
     check_float(op, x, "q" if op == "rope_qk" else "x", least_dim=3)
@@ -122,7 +113,11 @@ def check_key(q: torch.Tensor, k: Any) -> None:
 
 
 def name_bad_position(positions: torch.Tensor | None, table: torch.Tensor, op: str = "rope") -> None:
-    """What a refusal of the kernel was about, where it was a position."""
+    """What a refusal was about, where it was a position: the first without a row."""
     rows = table.shape[-2]
-    if positions is not None and bool(((positions < 0) | (positions >= rows)).any()):
-        raise bad_position(positions, rows, op) from None
+    bad = None if positions is None else positions[(positions < 0) | (positions >= rows)]
+    if bad is not None and len(bad):
+        raise PositionError(
+            f"{op}: positions must be in [0, {rows}) for a table of {rows} rows, got {int(bad[0])}; "
+            "make a longer table"
+        ) from None

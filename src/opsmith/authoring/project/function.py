@@ -24,7 +24,6 @@ from opsmith.call.overlap import refuse_overlap
 from opsmith.call.run import Call
 from opsmith.kernels import triton
 from opsmith.operator import (
-    Cost,
     Implementation,
     Kind,
     Make,
@@ -32,7 +31,6 @@ from opsmith.operator import (
     Pattern,
     Sample,
     Supports,
-    Tolerance,
     as_pattern,
     register,
 )
@@ -70,23 +68,20 @@ def card(
     reference: Callable[..., Any],
     *,
     kind: str,
-    cost: Callable[..., Cost],
     samples: Callable[[Make], Iterator[Sample]],
-    workloads: Callable[[Make], Iterator[Sample]] | None = None,
     patterns: Sequence[Pattern] | None = None,
-    tolerance: Tolerance | None = None,
     before: Callable[..., tuple[torch.Tensor, ...]] | None = None,
     inner: Callable[..., Any] | None = None,
     even: Sequence[str] = (),
     differentiable: bool = True,
-    source: str = "",
+    **more: Any,
 ) -> Operator:
     """Make and register the card of a project's operator.
 
     Args:
         kernels: what `project.kernels` gave.
         reference: the operator in plain PyTorch; its parameters are the operator's.
-        kind, cost, samples, workloads, tolerance, differentiable, source: as on every card.
+        kind, samples, differentiable: as on every card, and so what else is given: cost, workloads, tolerance, source.
         patterns: the same; by default the reference, where it has one result.
         before: from the operator's tensors to the kernels', where these differ: a matmul in front.
         inner: the reference of what the kernels compute, where there is a `before`.
@@ -108,15 +103,12 @@ def card(
             kind=Kind(kind),
             function=function,
             reference=reference,
-            cost=cost,
             samples=samples,
-            workloads=workloads,
             implementations=[*call.implementations(), Implementation("eager", reference)],
             patterns=patterns,
-            tolerance=tolerance or Tolerance(),
             dtypes=tuple(dict.fromkeys(floats)),
             differentiable=differentiable,
-            source=source,
+            **more,
         )
     )
 

@@ -113,6 +113,11 @@ def _attn_einsum(q: Any, k: Any, v: Any) -> Any:
     return torch.einsum("bhls,bhsd->bhld", F.softmax(scores, dim=-1), v)
 
 
+def _attn_einsum_inside(q: Any, k: Any, v: Any) -> Any:
+    scores = torch.einsum("blhd,bshd->bhls", q, k)
+    return torch.einsum("bhls,bshd->blhd", F.softmax(scores * 8**-0.5, dim=-1), v).flatten(2)
+
+
 def _attn_bmm(q: Any, k: Any, v: Any) -> Any:
     b, h, n, d = q.shape
     fold = [t.reshape(b * h, -1, d) for t in (q, k, v)]
@@ -259,6 +264,7 @@ SPELLINGS: list[tuple[str, str, Callable[..., Any], tuple[Any, ...]]] = [
     ("linear", "gelu", lambda x, w, b: F.gelu(F.linear(x, w, b)), (_X, (7, N), (7,))),
     ("attention", "definition", _attn_definition, (_Q, _Q, _Q)),
     ("attention", "einsum", _attn_einsum, (_Q, _Q, _Q)),
+    ("attention", "einsum, heads inside", _attn_einsum_inside, ((2, 6, 3, 8),) * 3),
     ("attention", "bmm", _attn_bmm, (_Q, _Q, _Q)),
     ("attention", "late division", _attn_late_division, (_Q, _Q, _Q)),
     ("attention", "sequence first", _attn_sequence_first, ((2, 6, 3, 8),) * 3),

@@ -435,6 +435,23 @@ def test_strided_inputs() -> None:
             truth.check(model(x), x)
 
 
+def test_an_einsum_that_turns_its_result_may_be_viewed() -> None:
+    class Turned(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(numbers(7, WIDTH))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.einsum("nk,lk->ln", x, self.weight).view(-1)
+
+    truth, x = Truth(Turned()), numbers(5, WIDTH)
+    model: Any = opsmith.optimize(Turned(), x, config=UNTIMED)
+    assert model.opsmith.report.found == {"linear": 1}
+    with torch.no_grad():
+        truth.check(model(x), x)
+    truth.check(model(x), x)
+
+
 def test_without_examples_the_first_call_is_the_example() -> None:
     model = seeded(Feed)
     truth = Truth(model)

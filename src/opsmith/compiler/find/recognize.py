@@ -34,7 +34,7 @@ from opsmith.compiler.find.operands import (
     vector_of,
     without_axis,
 )
-from opsmith.compiler.find.site import Site, ancestors, between, check, cuts, where
+from opsmith.compiler.find.site import After, Site, ancestors, between, check, cuts, where
 from opsmith.compiler.find.template import Template
 from opsmith.compiler.find.window import Window, Windows
 from opsmith.operator import Operator, Pattern
@@ -184,6 +184,9 @@ class _Finder:
         template, term = reading.template, canon(root)
         if "join" in template.term.names:
             term = lower(term, shape_of(root))
+        after: After = ()  # an einsum writes its axes in any order
+        if op_name(root) == "aten::einsum" and (atom := term.atom) is not None and atom.name == "permute":
+            term, after = atom.args[0], ((torch.ops.aten.permute.default, (atom.attrs,)),)
         # A matmul whose operand lacks its transpose is read all the same, so that it can be reported.
         if not template.term.names - {"permute"} <= term.names:
             return None
@@ -192,14 +195,14 @@ class _Finder:
         binding = matcher.match(term, known)
         problem = matcher.mismatch
         if binding is not None:
-            outcome = self._bind(template, canon, root, binding)
+            outcome = self._bind(template, canon, root, binding, after)
             if isinstance(outcome, Site):
                 return outcome
             problem = Mismatch(4 * len(binding) + 100, *outcome)
         return problem if problem.score >= 0 and _is_written_out(root, reading) else None
 
     def _bind(
-        self, template: Template, canon: Canon, root: Node, binding: Binding
+        self, template: Template, canon: Canon, root: Node, binding: Binding, moved: After
     ) -> Site | tuple[str, str, Any]:
         """The site, or (expected, got, where) of the reason why the operator can't stand here."""
         how = template.pattern.recognition
@@ -241,7 +244,7 @@ class _Finder:
             for n, s in template.pattern.inputs.items()
             if isinstance(s, tuple) and n not in how.vectors
         }
-        squeezed: tuple[Any, ...] = ()
+        squeezed: After = ()
         main = template.variables[0]
         if len(shape_of_operand(call[main])) == ranks[main] - 1 and how.aligned:
             unsqueeze = torch.ops.aten.unsqueeze.default
@@ -264,6 +267,7 @@ class _Finder:
             region = set(between(root, [n for v in arranged.values() for n in nodes_in(v)]))
             if layout != tuple(range(rank)):
                 after = (*squeezed, (torch.ops.aten.permute.default, (inverse(layout),)))
+            after = (*after, *moved)
             site = Site(template.card, template.pattern.name, arranged, (root,), region, after)
             if self._disturbed(site):
                 refusal = ("values that stay as they are", "one changed in place")

@@ -17,6 +17,7 @@ from opsmith.compiler.find.operands import evaluate, nodes_in
 from opsmith.operator import Operator
 
 MAX_REGION = 64
+After = tuple[tuple[Callable[..., Any], tuple[Any, ...]], ...]
 
 
 @dataclass
@@ -29,7 +30,7 @@ class Site:
     outputs: tuple[Node, ...]  # the nodes that the call's results replace
     region: set[Node]
     # What makes the model's layout of a result: calls on it, with further arguments.
-    after: tuple[tuple[Callable[..., Any], tuple[Any, ...]], ...] = ()
+    after: After = ()
     parts: tuple[Site, ...] = ()  # the sites that this one is made of, which run where they are faster
     columns: tuple[int, ...] = ()  # how many columns of the one result each output is, where they are that
 

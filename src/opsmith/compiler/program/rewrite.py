@@ -47,7 +47,7 @@ def rewrite(gm: fx.GraphModule, sites: Sequence[tuple[str, Site]]) -> fx.GraphMo
                 result.meta["val"] = node.meta["val"]
         for old, target, result in zip(site.outputs, targets, results, strict=True):
             target.replace_all_uses_with(result)
-            if site.columns:
+            if site.columns or site.after:
                 _by_any_stride(result)
             new[old] = result
         # Dead-code elimination keeps what it takes for impure (attention draws a seed for its dropout).

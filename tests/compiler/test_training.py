@@ -14,6 +14,7 @@ import opsmith
 from opsmith.compiler import Config
 from opsmith.compiler.choose import worth
 from tests.compiler.models import (
+    HEADS,
     UNTIMED,
     WHOLE_MODEL,
     WIDTH,
@@ -88,6 +89,32 @@ def test_gradients_of_inputs_and_of_frozen_parts() -> None:
     gradients: list[Any] = [leaf.grad for leaf in leaves]
     verdict = WHOLE_MODEL.check(*gradients)
     assert verdict.ok, verdict.why
+
+
+@pytest.mark.parametrize("fill", [-1e4, torch.finfo(torch.float32).min])
+def test_rows_of_scores_that_are_filled_in_wholly_teach_nothing(fill: float) -> None:
+    class Filled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.all, self.bias = nn.Linear(WIDTH, 3 * WIDTH), nn.Parameter(numbers(6, 6))
+
+        def forward(self, x: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
+            q, k, v = self.all(x).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
+            scores = (q @ k.transpose(-1, -2) * 0.5 + self.bias).masked_fill(~keep, fill)
+            y: torch.Tensor = torch.softmax(scores, -1) @ v
+            return y
+
+    model, x, keep = seeded(Filled), numbers(2, 6, WIDTH), torch.ones(2, 1, 6, 6, dtype=torch.bool).tril()
+    truth = Truth(model)
+    _optimize(model, x, keep)
+    assert model.opsmith.report.found["attention"] == 1
+    keep[0, 0, 4:] = False
+    with torch.no_grad():
+        truth.check(model(x, keep), x, keep)
+    for learned in (True, False):  # a bias that learns has another way to its gradient
+        for m in (model, truth.eager, truth.exact):
+            m.bias.requires_grad_(learned)
+        _check_gradients(truth, _gradients(model, model, x, keep), x, keep)
 
 
 def test_training_steps_follow_eager_and_the_trained_model_infers() -> None:

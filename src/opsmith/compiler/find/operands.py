@@ -25,6 +25,7 @@ class Made:
 
 
 Operand = Node | Made
+_FILLED = torch.ops.aten.where.Scalar
 
 
 def nodes_in(value: Any) -> Iterator[Node]:
@@ -92,7 +93,12 @@ def _sum(poly: Poly, canon: Canon, root: Node) -> Operand | None:
         if part is None:
             return None
         left = {m: c for m, c in left.items() if m not in dict(term.terms)}
-        total = part if total is None else Made(torch.ops.aten.add.Tensor, (total, part), poly.shape)
+        if total is not None and isinstance(part, Made) and part.target is _FILLED:
+            keep, _, fill = part.args  # what is filled in hides the others, from gradients too
+            part = Made(torch.ops.aten.where.ScalarOther, (keep, total, fill), poly.shape)
+        elif total is not None:
+            part = Made(torch.ops.aten.add.Tensor, (total, part), poly.shape)
+        total = part
     return total
 
 
@@ -128,8 +134,21 @@ def _made(atom: Atom, canon: Canon, root: Node) -> Operand | None:
         return Made(torch.ops.aten.logical_not.default, (inner,), atom.shape)
     if atom.name in ("fill", "keep"):
         fill = atom.attrs[0] if atom.attrs else float("-inf")
-        return Made(torch.ops.aten.where.Scalar, (inner, 0.0, fill), atom.shape)
+        return Made(_FILLED, (inner, 0.0, fill), atom.shape)
     return None
+
+
+def with_rows_kept(value: Operand, mask: Any) -> Operand:
+    """An input with zeros for the rows of scores that the model fills in wholly.
+
+    All numbers of such a row are one number, whatever the input, which learns nothing from them; to add that number to
+    the scores is the same only where something of a row is left.
+    """
+    if not isinstance(mask, Made) or mask.target not in (_FILLED, torch.ops.aten.where.ScalarOther):
+        return value
+    keep = mask.args[0]
+    kept = Made(torch.ops.aten.any.dim, (keep, -1, True), (*shape_of_operand(keep)[:-1], 1))
+    return Made(torch.ops.aten.where.ScalarOther, (kept, value, 0.0), shape_of_operand(value))
 
 
 def of_wider(poly: Poly, canon: Canon, root: Node) -> Operand | None:

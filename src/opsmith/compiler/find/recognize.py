@@ -32,6 +32,7 @@ from opsmith.compiler.find.operands import (
     of_wider,
     shape_of_operand,
     vector_of,
+    with_rows_kept,
     without_axis,
 )
 from opsmith.compiler.find.site import After, Site, ancestors, between, check, cuts, where
@@ -224,6 +225,8 @@ class _Finder:
                 layout = _layout(value)
                 if layout is not None:
                     layouts[name] = layout
+        for name, mask in how.rows.items():
+            call[name] = with_rows_kept(call[name], call.get(mask))
         if len(set(layouts.values())) > 1:
             text = ", ".join(f"{n}: {p}" for n, p in layouts.items())
             return ("inputs in one layout", f"axes permuted as {text}", root)

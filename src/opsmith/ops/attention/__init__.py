@@ -250,6 +250,7 @@ def _written(how: str, fn: Callable[..., torch.Tensor]) -> Pattern:
         recognition=Recognition(
             aligned=("q", "k", "v"),
             repeats=("k", "v"),
+            rows={"q": "mask"},
             vectors={"sinks": -3} if "sinks" in how else {},
             multiplies={} if "cap" in how else {"q": "scale"},
             numbers=_OF_CAPPED if "cap" in how else {},

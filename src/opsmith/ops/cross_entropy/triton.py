@@ -141,17 +141,7 @@ def _refuse_bad(target: torch.Tensor, classes: int, ignore_index: int) -> None:
         raise RuntimeError(f"cross_entropy: targets must lie in [0, {classes}) or be ignored")
 
 
-def cross_entropy(
-    logits: torch.Tensor,
-    target: torch.Tensor,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    reduction: int,
-    *,
-    loss: torch.Tensor,
-    stats: torch.Tensor | None = None,
-) -> None:
+def cross_entropy(logits, target, ignore_index, label_smoothing, z_loss, reduction, *, loss, stats=None):
     """All of the logits as one part."""
     rows, n = logits.shape
     state = torch.empty(_STATE, rows, dtype=torch.float32, device=logits.device)

@@ -131,19 +131,7 @@ def embedding(ids: torch.Tensor, table: torch.Tensor, *, y: torch.Tensor) -> Non
     _gathered("embedding", ids, table, y)
 
 
-def quantized_embedding(
-    ids: torch.Tensor,
-    table: torch.Tensor,
-    scale: torch.Tensor,
-    prefetch: int,
-    next_ids: torch.Tensor | None,
-    slots: torch.Tensor | None,
-    rows: torch.Tensor | None,
-    *,
-    counts: torch.Tensor | None = None,
-    stats: torch.Tensor | None = None,
-    y: torch.Tensor,
-) -> None:
+def quantized_embedding(ids, table, scale, prefetch, next_ids, slots, rows, *, counts=None, stats=None, y):
     """`prefetch` and `next_ids` are hints for a CPU: here, other rows are fetched while one is waited for."""
     if next_ids is not None and next_ids.numel() and has_values(next_ids):
         total = table.shape[0]

@@ -2,38 +2,14 @@
 
 from __future__ import annotations
 
-import torch
-
 from opsmith.kernels.triton.norm import backward, forward
 
 
-def layer_norm(
-    x: torch.Tensor,
-    residual: torch.Tensor | None,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    eps: float,
-    *,
-    y: torch.Tensor,
-    summed: torch.Tensor | None = None,
-    mean: torch.Tensor | None = None,
-    rstd: torch.Tensor | None = None,
-) -> None:
+def layer_norm(x, residual, weight, bias, eps, *, y, summed=None, mean=None, rstd=None):
     forward(x, residual, weight, bias, eps, 0.0, y, summed, mean, rstd, centered=True)
 
 
-def layer_norm_backward(
-    dy: torch.Tensor,
-    dsummed: torch.Tensor | None,
-    s: torch.Tensor,
-    mean: torch.Tensor,
-    rstd: torch.Tensor,
-    weight: torch.Tensor | None,
-    *,
-    dx: torch.Tensor | None = None,
-    dweight: torch.Tensor | None = None,
-    dbias: torch.Tensor | None = None,
-) -> None:
+def layer_norm_backward(dy, dsummed, s, mean, rstd, weight, *, dx=None, dweight=None, dbias=None):
     backward(dy, dsummed, s, mean, rstd, weight, 0.0, dx, dweight, dbias)
 
 

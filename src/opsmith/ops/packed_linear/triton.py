@@ -300,15 +300,7 @@ def _tile(m: int, bits: int, group: int, wide: bool) -> dict[str, int]:
     }
 
 
-def linear_packed(
-    x: torch.Tensor,
-    packed: torch.Tensor,
-    bias: torch.Tensor | None,
-    residual: torch.Tensor | None,
-    activation: int,
-    *,
-    y: torch.Tensor,
-) -> None:
+def linear_packed(x, packed, bias, residual, activation, *, y):
     if packed.dtype != torch.bfloat16 or residual is not None or activation:
         raise RuntimeError("linear_packed: GPUs multiply by packed bfloat16, and nothing follows the product")
     packed_linear(x, packed[0], None, None, bias, None, 16, 0, 0, y=y)

@@ -138,17 +138,7 @@ def normalize(
     )
 
 
-def rms_norm_quant(
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    eps: float,
-    scale: torch.Tensor | None,
-    offset: torch.Tensor | None,
-    *,
-    q: torch.Tensor,
-    s: torch.Tensor | None = None,
-) -> None:
+def rms_norm_quant(x, weight, bias, eps, scale, offset, *, q, s=None):
     if scale is not None and offset is None:
         offset = torch.zeros_like(scale)
     normalize(x, weight, bias, eps, q, s, scale, offset, 2 if scale is None else 1)

@@ -205,53 +205,20 @@ def _turn(
     )
 
 
-def turn(
-    x: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    positions: torch.Tensor | None,
-    dims: int,
-    interleaved: bool,
-    inverse: bool,
-    *,
-    y: torch.Tensor,
-) -> None:
+def turn(x, cos, sin, positions, dims, interleaved, inverse, *, y):
     table = Table.of(cos, sin, positions, dims // 2)
     _turn(x, table, dims, interleaved, y, inverse=inverse)
     table.check("rope")
 
 
-def turn_qk(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    positions: torch.Tensor | None,
-    dims: int,
-    interleaved: bool,
-    inverse: bool,
-    *,
-    yq: torch.Tensor,
-    yk: torch.Tensor,
-) -> None:
+def turn_qk(q, k, cos, sin, positions, dims, interleaved, inverse, *, yq, yk):
     table = Table.of(cos, sin, positions, dims // 2)
     for source, target in ((q, yq), (k, yk)):
         _turn(source, table, dims, interleaved, target, inverse=inverse)
     table.check("rope_qk")
 
 
-def turn_int8(
-    x: torch.Tensor,
-    scale: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    positions: torch.Tensor | None,
-    dims: int,
-    interleaved: bool,
-    *,
-    y: torch.Tensor,
-    y_scale: torch.Tensor,
-) -> None:
+def turn_int8(x, scale, cos, sin, positions, dims, interleaved, *, y, y_scale):
     table = Table.of(cos, sin, positions, dims // 2)
     _turn(x, table, dims, interleaved, y, scale, y_scale)
     table.check("rope_int8")

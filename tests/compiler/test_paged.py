@@ -236,6 +236,15 @@ def test_wrong_calls_are_clear_and_write_nothing(pairs: Any) -> None:
         assert torch.equal(layer.keys, keys)
 
 
+def test_a_first_call_that_fails_says_nothing_of_the_next() -> None:
+    plain, model = optimized("llama")
+    inputs = prompts(2, 9, padded=True)
+    with pytest.raises(IndexError):
+        model.generate(inputs["input_ids"] + VOCABULARY, **GREEDY)
+    assert torch.equal(model.generate(**inputs, **GREEDY), plain.generate(**inputs, **GREEDY))
+    assert on_pages(model)
+
+
 def test_positions_that_are_not_there_are_refused_and_nothing_is_written() -> None:
     """Of a model that learned its positions: a prompt that is too long, and a token behind the last one."""
     plain, model = optimized("gpt2", max_position_embeddings=16)

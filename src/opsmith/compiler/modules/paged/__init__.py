@@ -53,7 +53,7 @@ class Paged:
         with self.lock:
             if not conventions.may_cache(args, kwargs):
                 return run(*args, **kwargs)
-            call = conventions.ModelCall(model, args, kwargs)
+            call, known = conventions.ModelCall(model, args, kwargs), self.why
             if not call.caches:
                 return run(*args, **kwargs)
             why = (
@@ -67,7 +67,11 @@ class Paged:
             self.fallbacks[why] += 1
             # Pages change in place, so studying a graph would write to them several times, and elsewhere.
             through = conventions.pages_of(call.cache) is None
-            return (run if through else model._call_impl)(*args, **kwargs)
+            try:
+                return (run if through else model._call_impl)(*args, **kwargs)
+            except Exception:  # a call that fails, of a token that there is not, says nothing of the next one
+                self.why = known
+                raise
 
     def _take_over(self, model: nn.Module, call: conventions.ModelCall) -> str | None:
         """Give the call's cache pages, where it is an empty one of the library's own; or why not."""

@@ -80,9 +80,10 @@ def run(
         with output.console.status("preparing the model"), told():
             found = source.resolve(model, Path(workspace))
         longest = getattr(found.config.get_text_config(), "max_position_embeddings", None)
-        if longest and max(length for _, length in cells) + new_tokens > longest:
+        if longest and (most := max(length for _, length in cells)) + new_tokens > longest:
             raise CommandError(
-                f"--context: prompt and new tokens are more than the model's {longest} positions"
+                f"{most} tokens and {new_tokens} after them are more than the model's {longest} positions; "
+                "name fewer by --prompt, --context and --new-tokens"
             )
         needs = [("--against llamacpp", python is not None), ("--format gguf", "gguf" in (format or []))]
         if found.gguf is None and (what := next((name for name, asked in needs if asked), None)):

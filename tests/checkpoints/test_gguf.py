@@ -158,6 +158,16 @@ def test_rotations_and_caps_are_the_files(
     assert getattr(config, "final_logit_softcapping", 7) == 7
 
 
+@pytest.mark.parametrize(("architecture", "layers"), [("gemma2", 46), ("gemma3", 62), ("gemma3", 26)])
+def test_the_largest_gemmas_scale_attention_by_their_width(
+    architecture: str, layers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values = files.values(architecture) | {f"{architecture}.block_count": layers}
+    monkeypatch.setattr(files, "values", lambda _: values)
+    config = gguf._config(header.read(files.write(tmp_path / "model.gguf", architecture, ("f32",))))
+    assert config.query_pre_attn_scalar == (256 if layers == 26 else files.HIDDEN // files.HEADS)
+
+
 def test_load_optimizes_and_generates_what_the_unpacked_model_does(tmp_path: Path) -> None:
     file = files.write(tmp_path / "model.gguf", "llama")
     model = opsmith.load(file, config=Config(tune=False))

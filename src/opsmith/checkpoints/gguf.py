@@ -34,6 +34,9 @@ _SIZES = {  # of a configuration, that not every architecture's is passed on
     "attn_logit_softcapping": "attn_logit_softcapping",
     "final_logit_softcapping": "final_logit_softcapping",
 }
+# Layers of the Gemmas of 27 billion weights, which scale attention by their width over their heads. No file says so:
+# llama.cpp knows these models by their layers too.
+_BY_WIDTH = {"gemma2": 46, "gemma3": 62}
 _SCALED = {"factor": "factor", "original_max_position_embeddings": "original_context_length"}
 _FREQUENCIES = "rope_freqs.weight"  # what the frequencies of a Llama 3.1 or later are divided by
 
@@ -118,6 +121,8 @@ def _config(found: Header) -> Any:
         size = found.values.get(f"{architecture}.{key}")
         if size is not None and getattr(config, name, None) is not None:
             setattr(config, name, size)
+    if config.num_hidden_layers == _BY_WIDTH.get(architecture):
+        config.query_pre_attn_scalar = config.hidden_size // config.num_attention_heads
     _rotate(config, found.values, architecture)
     return config
 

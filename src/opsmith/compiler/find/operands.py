@@ -146,7 +146,9 @@ def with_rows_kept(value: Operand, mask: Any) -> Operand:
     """
     if not isinstance(mask, Made) or mask.target not in (_FILLED, torch.ops.aten.where.ScalarOther):
         return value
-    keep = mask.args[0]
+    keep, _, fill = mask.args
+    if fill == float("-inf"):  # the model has NaN there
+        return value
     kept = Made(torch.ops.aten.any.dim, (keep, -1, True), (*shape_of_operand(keep)[:-1], 1))
     return Made(torch.ops.aten.where.ScalarOther, (kept, value, 0.0), shape_of_operand(value))
 

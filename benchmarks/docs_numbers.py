@@ -472,7 +472,7 @@ def _profiler() -> str:
 def _architectures() -> str:
     from benchmarks.architectures import tables
 
-    stem = "architectures-2026-11-24-amd-epyc-family-25-model-17"
+    stem = "architectures-2026-11-28-amd-epyc-family-26"
     return f"{source(stem)}\n\n{tables(read(stem))}"
 
 

@@ -338,11 +338,14 @@ def _samples(make: Make) -> Iterator[Sample]:
     yield Sample("float32 weights, int32 ids", (x, gate_up, down, ids.int(), wide))
     one = sized(13, 2, 4, 48, 20)
     yield Sample("an expert twice", (*one[:3], one[3][:, :1].expand(-1, 2), one[4]))
-    turned = (
-        gate_up.transpose(1, 2).contiguous().transpose(1, 2),
-        down.transpose(1, 2).contiguous().transpose(1, 2),
-    )
-    yield Sample("transposed", (x, *turned, ids, weights), {"activation": "swiglu_oss"})
+
+    def turned(*weights: torch.Tensor) -> list[torch.Tensor]:
+        return [t.transpose(1, 2).contiguous().transpose(1, 2) for t in weights]
+
+    options = {"activation": "swiglu_oss"}
+    yield Sample("transposed", (x, *turned(gate_up, down), ids, weights), options)
+    few = sized(7, 2, 4, 530, 65)
+    yield Sample("transposed, few tokens", (few[0], *turned(*few[1:3]), *few[3:]), options)
     yield Sample("strided", (make(34, 21).t(), gate_up, down, make.ids(2, 21, high=3).t(), make(2, 21).t()))
     yield Sample("empty", (x[:0], gate_up, down, ids[:0], weights[:0]))
 

@@ -2,14 +2,15 @@
 // order of their ids.
 #include "experts.h"
 
-#include "linear/linear_dots.h"
+#include "linear/linear_columns.h"
 #include "linear/linear_product.h"
 #include "middle.h"
 
 namespace opsmith {
 namespace {
 
-constexpr int64_t kFew = 16;  // tokens of an expert up to which its weights are not worth packing
+// Tokens of an expert up to which its weights are not worth packing, whose rows or whose columns are contiguous.
+constexpr int64_t kFew = 16, kFewByColumns = 8;
 constexpr int64_t
     kTogether = 1 << 23;  // numbers in the rows of experts that share their loops: memory that is kept
 constexpr int64_t kWork = 1 << 17;  // products that are worth a thread
@@ -75,6 +76,7 @@ void multiply(T* rows, DType dtype, int64_t stride, int64_t k, const Weights& we
   std::vector<Sizes> sizes(groups.size());
   std::vector<PackedProduct> packed;
   std::vector<few::Rows<T>> streamed;
+  const bool by_rows = weights.plain.dim == 3 && (weights.plain.strides[2] == 1 || k < 2);
   for (size_t i = 0; i < groups.size(); rows += groups[i].count * stride, to += groups[i].count * n, ++i) {
     const Group& g = groups[i];
     sizes[i] = {{g.count, k}, {g.count, n}};
@@ -83,7 +85,7 @@ void multiply(T* rows, DType dtype, int64_t stride, int64_t k, const Weights& we
       QuantizedWeight one = weights.packed;
       for (View* part : {&one.weight, &one.scale, &one.zero, &one.outer}) *part = of_expert(*part, g.expert);
       packed.push_back({x, one, {}, {to, DType::f32, 2, sizes[i].y, y_strides}});
-    } else if (plain.dim == 2 && g.count <= kFew && (plain.strides[1] == 1 || k < 2)) {
+    } else if (plain.dim == 2 && g.count <= (by_rows ? kFew : kFewByColumns)) {
       streamed.push_back({rows, plain.as<T>(), g.count, to});
     } else if (plain.dim == 2) {
       plain_product<T>(x, plain, Store{to, n});
@@ -94,11 +96,18 @@ void multiply(T* rows, DType dtype, int64_t stride, int64_t k, const Weights& we
     }
   }
   packed_linear(std::move(packed), weights.dynamic);
-  few::products(streamed.data(), int64_t(streamed.size()), stride,
-                streamed.empty() ? 0 : weights.plain.strides[1], n, k,
-                std::max<int64_t>(1, kWork / std::max<int64_t>(1, k * kPanel)),
-                [&](const auto& one, int64_t row, int some, int64_t column, int64_t width,
-                    const float* sums) { Store{one.to, n}(row, some, column, width, sums, 0); });
+  if (streamed.empty()) return;
+  const auto grain = [&](int64_t columns) {
+    return std::max<int64_t>(1, kWork / std::max<int64_t>(1, k * columns));
+  };
+  const int64_t some = int64_t(streamed.size()), apart = weights.plain.strides[by_rows ? 1 : 2];
+  if (by_rows) {
+    few::products(streamed.data(), some, stride, apart, n, k, grain(kPanel),
+                  [&](const auto& one, int64_t row, int some, int64_t column, int64_t width,
+                      const float* sums) { Store{one.to, n}(row, some, column, width, sums, 0); });
+  } else {
+    few::products_by_columns(streamed.data(), some, stride, apart, n, k, grain(few::kStrip));
+  }
 }
 
 // Some experts, whose visits follow each other: both products, each in one loop if they read their weights once.

@@ -178,6 +178,13 @@ def test_each_window_of_a_text_begins_as_a_text_does() -> None:
     assert found.perplexity == pytest.approx(math.exp(sum(sums) / len(text)), rel=1e-6)
 
 
+def smaller() -> nn.Module:
+    """A model of fewer tokens, which says so."""
+    one = Plain()
+    one.config = SimpleNamespace(vocab_size=20)  # type: ignore[assignment]
+    return one
+
+
 class Plain(nn.Module):
     """A model without a configuration that is called with a tensor and gives one."""
 
@@ -241,6 +248,7 @@ class NotFinite(Plain):
         (ValueError, "a text of at least two tokens is needed", lambda m: (m, [], {})),
         (ValueError, "does not say where its tokenizer is; give tokenizer=", lambda m: (m, "a text", {})),
         (ValueError, "vocabularies differ, 61 and 20", lambda m: (m, TOKENS % 20, {"against": Plain()})),
+        (ValueError, "vocabularies differ, 61 and 20", lambda m: (m, TOKENS, {"against": smaller()})),
         (ValueError, "logits are not finite", lambda m: (NotFinite(), TOKENS % 20, {})),
         (ValueError, r"Flatten must give logits \[1, 18, ", lambda m: (nn.Flatten(), TOKENS[:18], {})),
     ],

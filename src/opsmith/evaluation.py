@@ -138,6 +138,7 @@ def evaluate(
     if isinstance(window, bool) or not isinstance(window, int) or window < 2:
         raise ValueError(f"evaluate: window must be a number of tokens, 2 or more, got {window!r}")
     windows = _windows(model, text_or_ids, window, tokenizer)
+    _check_vocabularies([size for one in models if (size := _vocabulary(one))])
     measured = []
     with _evaluating(models):
         for tokens in windows:
@@ -180,11 +181,7 @@ def _compare(models: Sequence[nn.Module], tokens: torch.Tensor) -> Iterator[torc
     for first in range(0, len(tokens) - 1, step):
         last = min(first + step, len(tokens) - 1)
         logits = [call(first, last) for call in calls]
-        if len({one.shape for one in logits}) > 1:
-            raise ValueError(
-                f"evaluate: the models' vocabularies differ, {logits[0].shape[-1]} and {logits[1].shape[-1]} tokens; "
-                "against must be a model of the same tokenizer"
-            )
+        _check_vocabularies([one.shape[-1] for one in logits])
         for row in range(0, last - first, _ROWS):
             rows = slice(row, row + _ROWS)
             wanted = tokens[first + 1 : last + 1][rows, None]
@@ -240,6 +237,14 @@ def _vocabulary(model: nn.Module) -> int | None:
     text = getattr(config, "get_text_config", lambda: config)()
     size = getattr(text, "vocab_size", None)
     return size if isinstance(size, int) else None
+
+
+def _check_vocabularies(sizes: list[int]) -> None:
+    if len(set(sizes)) > 1:
+        raise ValueError(
+            f"evaluate: the models' vocabularies differ, {sizes[0]} and {sizes[1]} tokens; against must be a model of "
+            "the same tokenizer"
+        )
 
 
 @contextmanager

@@ -185,5 +185,6 @@ class _Once(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> Any:
         raise RuntimeError(
             f"trying to differentiate twice through opsmith::{ctx.op}, which is a kernel; where second derivatives are "
-            "needed, call the operator's definition in plain PyTorch, opsmith.operator.registry()[name].reference"
+            "needed, call the operator's definition in plain PyTorch, opsmith.operator.registry()[name].reference, or "
+            "opsmith.restore(model)"
         )

@@ -216,8 +216,7 @@ variable_list once(const Plan& plan, variable_list&& found, const torch::autogra
   const auto error = c10::make_intrusive<torch::autograd::Error>(
       "trying to differentiate twice through " + plan.name +
           ", which is a kernel; where second derivatives are needed, call the operator's definition in plain "
-          "PyTorch, "
-          "opsmith.operator.registry()[name].reference",
+          "PyTorch, opsmith.operator.registry()[name].reference, or opsmith.restore(model)",
       torch::autograd::edge_list(inputs));
   for (at::Tensor& t : found) {
     if (!t.defined()) continue;

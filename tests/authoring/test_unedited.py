@@ -29,6 +29,9 @@ WHOLE: dict[str, dict[str, Any]] = {
     "a flag": prototype("UneditedFlag", {"x": ROWS, "b": "N"}, "where(flag, x, b - x)", flag=True),
     "a condition on a number": prototype("UneditedChoice", {"x": ROWS}, "where(c > 1, x, 0) * x", c=1.5),
     "steps, which have no gradient": prototype("UneditedStep", {"x": ROWS}, "where(x > 0, 1, 0)"),
+    "a slope in which the errors of tanh grow": prototype(
+        "UneditedMish", {"x": ROWS}, "x * tanh(log(1 + exp(x)))"
+    ),
     "names in capitals": prototype("UneditedCase", {"x": ROWS, "X": ROWS, "DX": ROWS}, "x * X + DX"),
 }
 for one in WHOLE.values():

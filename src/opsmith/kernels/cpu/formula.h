@@ -166,7 +166,11 @@ constexpr OfLanes tanh_of{[](Vec x) {  // near 0 the series, which has x itself 
   p = fma(p, t, -0.0539682540f);
   p = fma(p, t, 0.133333333f);
   p = fma(p, t, -0.333333333f);
-  return select(abs(x) < 0.25f, fma(x * t, p, x), tanh(x));
+  const Vec small = fma(x * t, p, x);
+  if constexpr (!std::is_same_v<P, float>) return select(abs(x) < 0.25f, small, tanh(x));
+  // A slope is 1 - tanh^2, of which a few units are many.
+  const Vec e = exp_for<P>(2.0f * max(-10.0f, min(10.0f, x)));
+  return select(abs(x) < 0.25f, small, (e - 1.0f) / (e + 1.0f));
 }};
 template <class P>
 constexpr OfLanes erf_of{[](Vec x) { return erf(x); }};

@@ -156,6 +156,8 @@ def test_layers_that_are_left_and_released_ones(tmp_path: Path) -> None:
     model = opsmith.optimize(llama(), config=Config(tune=False, **how))
     layers = dict(model.opsmith.packing.packed)
     table = layers.pop("model.embed_tokens").dequantize()
+    with pytest.raises(ValueError, match=r"save_pretrained: .* given back .* by opsmith\.save"):
+        model.save_pretrained(tmp_path)
     opsmith.save(model, tmp_path)
     again = opsmith.load(tmp_path, config=QUICK)
     assert again.model.embed_tokens.weight.equal(table)

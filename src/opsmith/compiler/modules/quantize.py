@@ -267,6 +267,9 @@ class Packing:
                 setattr(packed.owner, name, empty[memory])
             packed.look()
         self._seen = [], Seen()
+        # The class's own would end in an error about meta tensors; `load` gives a model one that knows them.
+        if empty and hasattr(model, "save_pretrained") and "save_pretrained" not in vars(model):
+            model.save_pretrained = lambda *_, **__: self.refuse("save_pretrained")  # type: ignore[assignment]
 
     def refuse(self, what: str) -> None:
         """Say why something that needs a layer's own weight cannot be done.
@@ -277,7 +280,7 @@ class Packing:
         if gone := [record.name for record in self.layers if record.released]:
             raise ValueError(
                 f"{what}: the weights of {len(gone)} layers ({gone[0]}, ...) were given back to the system "
-                "(quantize_release); load the model anew"
+                "(quantize_release); load the model anew, or write what is packed by opsmith.save"
             )
 
     @property

@@ -226,6 +226,7 @@ def llm(*stems: str) -> str:
                             name, f"opsmith, {name}"
                         ),
                         str(cell["batch"]),
+                        str(cell["prompt"]),
                         f"{one['first_seconds'] * 1e3:.0f} ms",
                         NOTHING if spread > CONCLUDES_NOTHING else f"{one['tokens_per_second']:.1f}",
                         times(ratios.get("hf", {}).get("token")),
@@ -238,6 +239,7 @@ def llm(*stems: str) -> str:
         head = (
             "",
             "batch",
+            "prompt",
             "first token",
             "tokens/s",
             "over transformers",
@@ -246,8 +248,9 @@ def llm(*stems: str) -> str:
             "error",
             "memory",
         )
-        kept = [i for i in range(len(head)) if i == 0 or {row[i] for row in rows} - {"", "1"}]
         first = run["cells"][0]
+        said = {"", "1", str(first["prompt"])}  # in the line above the table
+        kept = [i for i in range(len(head)) if i == 0 or {row[i] for row in rows} - said]
         parts += [
             f"{source(stem)} A prompt of {first['prompt']} tokens and {run['new_tokens']} after it; the read roof was "
             f"{first['read_bandwidth'] / 1e9:.1f} GB/s.",
@@ -258,6 +261,7 @@ def llm(*stems: str) -> str:
 
 _MADE["llm-gemma"] = lambda: llm(_GEMMA)
 _MADE["llm-batches"] = lambda: llm("bench-llm-gemma-batches-2026-11-27-amd-epyc-family-26")
+_MADE["llm-context"] = lambda: llm("bench-llm-gemma-context-2026-11-28-amd-epyc-family-26")
 _MADE["llm-llama"] = lambda: llm("bench-llm-llama-1b-2026-11-28-amd-epyc-family-26")
 _MADE["llm-avx2"] = lambda: llm("bench-llm-gemma-2026-11-25-amd-epyc-family-25-model-1")
 _MADE["llm-gguf"] = lambda: llm("bench-llm-gemma-gguf-2026-11-26-xeon-family-6-model-85")

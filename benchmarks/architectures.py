@@ -324,7 +324,8 @@ def study(name: str, dtype: str, seconds: float) -> dict[str, Any]:
         case.run(case.ours, rows, 1)  # captured before it is timed
         record["times"][rows] = case.times(rows, seconds / len(BATCHES))
     machine = measure.describe()
-    record["machine"], record["torch"] = f"{machine.cpu}, {machine.threads} thread{'s' * (machine.threads > 1)}", torch.__version__
+    threads = f"{machine.threads} thread{'s' * (machine.threads > 1)}"
+    record["machine"], record["torch"] = f"{machine.cpu}, {threads}", torch.__version__
     record["commit"] = machine.commit
     return record | {"transformers": transformers.__version__, "date": time.strftime("%Y-%m-%d")}
 

@@ -173,3 +173,17 @@ def test_a_packed_layer_takes_rows_of_its_size_only(format: str) -> None:
             layer(rows)
     with pytest.raises(TypeError, match="got list"):
         layer([1.0])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (torch.Tensor.to_sparse, r"got torch\.sparse_coo; call to_dense\(\) first"),
+        (torch.Tensor.to_mkldnn, r"got torch\._mkldnn; call to_dense\(\) first"),
+        (lambda x: torch.nested.nested_tensor([x, x]), r"got a nested one; call to_padded_tensor\(\) first"),
+    ],
+)
+@pytest.mark.parametrize("op", [ops.gelu, ops.layer_norm, ops.softmax])
+def test_tensors_that_are_not_dense_are_named(op: Any, change: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=f"{op.__name__}: x must be a dense tensor, {message}"):
+        op(change(_x(4, 8)))

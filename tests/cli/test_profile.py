@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from tests.compiler.models import llama, seeded
 from tests.profiler.conftest import fixed_roofs  # noqa: F401  the roofs take seconds to measure
 
 from opsmith.cli import main
@@ -75,3 +76,10 @@ def test_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "is no profile" in capsys.readouterr().err
     assert main(["profile", str(tmp_path / "no-folder")]) == 1
     assert "profile: there is no folder" in capsys.readouterr().err
+
+
+def test_a_decoders_prompt_and_token_are_profiled(tmp_path: Path) -> None:
+    seeded(llama).save_pretrained(tmp_path / "model")
+    out = tmp_path / "profile.json"
+    assert main(["profile", str(tmp_path / "model"), "--length", "8", "--json", str(out)]) == 0
+    assert [phase["name"] for phase in json.loads(out.read_text())["phases"]] == ["prefill", "decode"]

@@ -18,7 +18,6 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from types import MappingProxyType
 from typing import Any
 
@@ -62,7 +61,6 @@ class Call:
     """One operator: how a call becomes a call of a kernel."""
 
     learns = True  # whether anything has a gradient, by a kernel or by the definition
-    autocasts = False  # whether autocast's dtype is that of the results
     whole: Any = None  # the call as one operator of PyTorch's
 
     def __init__(
@@ -217,7 +215,7 @@ class Call:
 
     def plain(self, values: Sequence[Any]) -> Any:
         """What PyTorch runs; in the dtype of its arguments under autocast too, as the kernels do."""
-        with nullcontext() if self.autocasts else dispatch.uncast(values[0]):
+        with dispatch.uncast(values[0]):
             return self.definition(*values)
 
     def recorded(self, backend: Any, values: Sequence[Any]) -> Any:

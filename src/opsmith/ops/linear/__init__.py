@@ -136,8 +136,6 @@ def check_weights(op: str, x: torch.Tensor, weight: torch.Tensor, bias: Any, n: 
 class _Linear(Call):
     """Which kernel multiplies depends on the rows, the dtype, the activation, and whether gradients are wanted."""
 
-    autocasts = True  # as the function of PyTorch's whose place it takes
-
     def __init__(self) -> None:
         converted = {"activation": lambda activation: _CODES[activation]}
         super().__init__(FEW_ROWS, linear, definition, converted=converted, most_rows=ROWS)
@@ -189,6 +187,10 @@ class _Linear(Call):
         if exact and repaid and not mkl_leads() and self.takes("native", values) is True:
             return "native"
         return "split" if self.takes("split", values) is True else None
+
+    def plain(self, values: Sequence[Any]) -> Any:
+        """In autocast's dtype, as the function of PyTorch's whose place it takes."""
+        return self.definition(*values)
 
     def apart(self, values: Sequence[Any]) -> Sequence[str]:
         return "...", "N"

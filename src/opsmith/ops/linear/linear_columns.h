@@ -1,85 +1,118 @@
-// A weight whose columns are contiguous, by a few rows of x: bound by the weight's way from memory, which is read once.
+// Sums of rows of a matrix whose columns are contiguous, by a few rows of factors: it is read as it lies, once and in order.
 //
-// A step reads a few of its rows of K side by side, and asks for those that follow.
+// Some rows of a result, as wide as the nearest cache allows, are summed there together. A step adds up products with a few rows of the
+// matrix in registers before it adds them to what is there, and asks for the rows that follow: rounding errors grow with the number of
+// steps.
 #pragma once
 
 #include "linear_dots.h"
 
 namespace opsmith {
-namespace few {
+namespace columns {
 
-constexpr int kDeep = 8;  // of K in a step
-constexpr int64_t
-    kStrip = 512;  // columns that meet all of K before the next do: their sums stay in the nearest cache
+// Rows of a result: registers hold the factors of so many for each row of a step.
+constexpr int kTogether = W == 16 ? 4 : 2;
+constexpr int kStep = 4;  // rows of the matrix
+constexpr int kLongStep = 8;  // the same for a result of one row
+constexpr int64_t kWidth = 512;  // columns
+constexpr int64_t kFactors = 256;  // of each row of a result that are taken at once
 
-// Adds what N of K give M rows of x to their sums, which are kStrip apart.
-template <int N, int M, class T>
-inline void add_step(const T* weight, int64_t stride, const T* x, int64_t x_stride, int64_t width,
-                     float* sums) {
-  float factor[M][N];
-  for (int m = 0; m < M; ++m) {
-    for (int n = 0; n < N; ++n) factor[m][n] = to_float(x[m * x_stride + n]);
+// The matrix that is multiplied by: element (i, s) is data[i * row + s * step].
+template <class T>
+struct Factors {
+  const T* data;
+  int64_t row, step;
+};
+
+// sums[r, :] (+)= sum over d of factors[d, r] * from[d, :]; at the end rounded into `to`, of which there are `count` rows.
+template <int R, int D, class T, class To>
+inline __attribute__((always_inline)) void step(const float* factors, const T* from, int64_t stride,
+                                                int64_t width, float* sums, bool first, To* to,
+                                                int64_t to_stride, int64_t count) {
+  Vec by[D][R];
+  for (int d = 0; d < D; ++d) {
+    for (int r = 0; r < R; ++r) by[d][r] = splat(factors[d * kTogether + r]);
   }
-  for_lanes(width, [&](int64_t i, auto lanes) __attribute__((always_inline)) {
-    Vec row[N];
+  for_lanes(width, [&](int64_t at, auto lanes) __attribute__((always_inline)) {
+    Vec row[D];
 #pragma GCC unroll 8
-    for (int n = 0; n < N; ++n) {
-      prefetch_far(weight + (N + n) * stride + i);
-      row[n] = load(weight + n * stride + i, lanes);
+    for (int d = 0; d < D; ++d) {
+      prefetch_far(from + (D + d) * stride + at);
+      row[d] = load(from + d * stride + at, lanes);
     }
 #pragma GCC unroll 4
-    for (int m = 0; m < M; ++m) {
-      Vec step = row[0] * factor[m][0];
+    for (int r = 0; r < R; ++r) {
+      Vec sum = row[0] * by[0][r];
 #pragma GCC unroll 8
-      for (int n = 1; n < N; ++n) step = fma(row[n], splat(factor[m][n]), step);
-      store(sums + m * kStrip + i, load(sums + m * kStrip + i) + step);
-    }
-  });
-}
-
-template <int N, int M = kMost, class T>
-void add_steps(int64_t rows, const T* weight, int64_t stride, const T* x, int64_t x_stride, int64_t width,
-               float* sums) {
-  if constexpr (M > 1) {
-    if (rows < M) return add_steps<N, M - 1>(rows, weight, stride, x, x_stride, width, sums);
-  }
-  add_step<N, M>(weight, stride, x, x_stride, width, sums);
-}
-
-// All of them in one loop, to [count, n] each. A weight's rows of K are `stride` apart.
-template <class T>
-void products_by_columns(const Rows<T>* all, int64_t some, int64_t x_stride, int64_t stride, int64_t n,
-                         int64_t k, int64_t grain) {
-  const int64_t strips = (n + kStrip - 1) / kStrip;
-  parallel_shares(some * strips, grain, [&](int64_t begin, int64_t end) {
-    float sums[kMost * kStrip];
-    for (int64_t task = begin; task < end; ++task) {
-      const Rows<T>& one = all[task / strips];
-      const int64_t column = task % strips * kStrip, width = std::min(kStrip, n - column);
-      for (int64_t row = 0; row < one.count; row += kMost) {
-        const int64_t rows = std::min<int64_t>(kMost, one.count - row);
-        for (int64_t first = 0; first < k; first += kBlock) {
-          const int64_t last = std::min(first + kBlock, k);
-          std::fill_n(sums, kMost * kStrip, 0.0f);
-          const auto add = [&](auto depth, int64_t i) {
-            add_steps<depth()>(rows, one.weight + i * stride + column, stride, one.x + row * x_stride + i,
-                               x_stride, width, sums);
-          };
-          int64_t i = first;
-          for (; i + kDeep <= last; i += kDeep) add(std::integral_constant<int, kDeep>{}, i);
-          for (; i < last; ++i) add(std::integral_constant<int, 1>{}, i);
-          for (int64_t r = 0; r < rows; ++r) {
-            float* const to = one.to + (row + r) * n + column;
-            for_lanes(width, [&](int64_t c, auto lanes) {
-              const Vec block = load(sums + r * kStrip + c);
-              store(to + c, first ? load(to + c, lanes) + block : block, lanes);
-            });
-          }
-        }
+      for (int d = 1; d < D; ++d) sum = fma(row[d], by[d][r], sum);
+      if (!first) sum += load(sums + r * kWidth + at);
+      if (!to) {
+        store(sums + r * kWidth + at, sum);
+      } else if (r < count) {
+        store(to + r * to_stride + at, sum, lanes);
       }
     }
   });
 }
 
-}  // namespace few
+// Up to kTogether rows `to`, of up to kWidth columns.
+template <int R, int D, class T, class To, class F>
+void sum_some(Factors<F> by, int64_t depth, const T* from, int64_t stride, int64_t width, To* to,
+              int64_t to_stride, int64_t count) {
+  alignas(64) float sums[R * kWidth];
+  float factors[kFactors * kTogether];
+  for (int64_t begin = 0; begin < depth; begin += kFactors) {
+    const int64_t end = std::min(depth, begin + kFactors);
+    for (int64_t s = begin; s < end; ++s) {
+      for (int64_t r = 0; r < R; ++r) {
+        factors[(s - begin) * kTogether + r] = r < count ? to_float(by.data[r * by.row + s * by.step]) : 0;
+      }
+    }
+    for (int64_t s = begin; s < end;) {
+      const auto take = [&](auto rows) {
+        constexpr int some = decltype(rows)::value;
+        step<R, some>(factors + (s - begin) * kTogether, from + s * stride, stride, width, sums, s == 0,
+                      s + some == depth ? to : nullptr, to_stride, count);
+        s += some;
+      };
+      if (end - s >= D) {
+        take(std::integral_constant<int, D>{});
+      } else if (end - s >= 2) {
+        take(std::integral_constant<int, 2>{});
+      } else {
+        take(std::integral_constant<int, 1>{});
+      }
+    }
+  }
+}
+
+// to[i, :] = sum over s of by(i, s) * from[s, :], for up to kTogether rows `to` of up to kWidth columns.
+template <class T, class To, class F>
+void sum_rows(Factors<F> by, int64_t depth, const T* from, int64_t stride, int64_t width, To* to,
+              int64_t to_stride, int64_t count) {
+  if (count == 1) {
+    sum_some<1, kLongStep>(by, depth, from, stride, width, to, to_stride, count);
+  } else {
+    sum_some<kTogether, kStep>(by, depth, from, stride, width, to, to_stride, count);
+  }
+}
+
+// Some rows by a weight of their own each, whose rows of K are `stride` apart, all in one loop: to [count, n].
+template <class T>
+void products(const few::Rows<T>* all, int64_t some, int64_t x_stride, int64_t stride, int64_t n, int64_t k,
+              int64_t grain) {
+  const int64_t panels = (n + kWidth - 1) / kWidth;
+  parallel_shares(some * panels, grain, [&](int64_t begin, int64_t end) {
+    for (int64_t task = begin; task < end; ++task) {
+      const few::Rows<T>& one = all[task / panels];
+      const int64_t column = task % panels * kWidth, width = std::min(kWidth, n - column);
+      for (int64_t row = 0; row < one.count; row += kTogether) {
+        sum_rows(Factors<T>{one.x + row * x_stride, x_stride, 1}, k, one.weight + column, stride, width,
+                 one.to + row * n + column, n, std::min<int64_t>(kTogether, one.count - row));
+      }
+    }
+  });
+}
+
+}  // namespace columns
 }  // namespace opsmith

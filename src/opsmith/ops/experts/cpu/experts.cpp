@@ -97,8 +97,8 @@ void multiply(T* rows, DType dtype, int64_t stride, int64_t k, const Weights& we
   }
   packed_linear(std::move(packed), weights.dynamic);
   if (streamed.empty()) return;
-  const auto grain = [&](int64_t columns) {
-    return std::max<int64_t>(1, kWork / std::max<int64_t>(1, k * columns));
+  const auto grain = [&](int64_t wide) {
+    return std::max<int64_t>(1, kWork / std::max<int64_t>(1, k * wide));
   };
   const int64_t some = int64_t(streamed.size()), apart = weights.plain.strides[by_rows ? 1 : 2];
   if (by_rows) {
@@ -106,7 +106,7 @@ void multiply(T* rows, DType dtype, int64_t stride, int64_t k, const Weights& we
                   [&](const auto& one, int64_t row, int some, int64_t column, int64_t width,
                       const float* sums) { Store{one.to, n}(row, some, column, width, sums, 0); });
   } else {
-    few::products_by_columns(streamed.data(), some, stride, apart, n, k, grain(few::kStrip));
+    columns::products(streamed.data(), some, stride, apart, n, k, grain(columns::kWidth));
   }
 }
 

@@ -82,7 +82,7 @@ class Program:
     _run: Callable[..., Any]
     _free: list[Buffers]
     lines: dict[str, range] = field(default_factory=dict)  # by site: where it stands in the source
-    fresh: int = 0  # results of sites that are allocated at every call, as their sizes vary
+    fresh: bool = False  # whether most sites' results are allocated at every call, as their sizes vary
 
     def __call__(self, args: Sequence[Any]) -> Any:
         """Run; concurrent calls each take a set of buffers of their own."""
@@ -157,7 +157,7 @@ class Recorder:
             run,
             self.buffers,
             lines=self.lines,
-            fresh=len(self.calls.keys() & self.varies),
+            fresh=2 * len(self.calls.keys() & self.varies) > len(self.calls),
         )
         return program, result
 

@@ -30,7 +30,9 @@ class Programs:
         self.worths: dict[Key, Worth] = {}  # of those that were measured
         self.by_key: dict[Key, Program | None] = {}
         self.buffers: list[Buffers] = []  # that no call has taken; any program takes any
-        self._spans: dict[Key, int] = {}  # programs that serve many sizes: how many results they allocate
+        self._spans: dict[
+            Key, bool
+        ] = {}  # programs that serve many sizes: whether they allocate most results
         self._seen: set[Key] = set()  # sizes that such a program has served
         self._varies: set[int] = set()  # the numbers of a key that such a program leaves open
         self._strays = 0
@@ -85,7 +87,7 @@ class Programs:
             self._spans.pop(oldest, None)
         self.by_key[sizes], self.plans[sizes] = program, plan
         if any(type(size) is range for size in sizes):
-            self._spans[sizes] = 0 if program is None else program.fresh
+            self._spans[sizes] = program is not None and program.fresh
 
     def clear(self) -> None:
         """Forget all programs; the plans stay."""

@@ -156,8 +156,10 @@ class Scanning(nn.Module):
         self.norm = nn.LayerNorm(8)
         self.eager = 0
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, cache: list[torch.Tensor] | None = None) -> torch.Tensor:
         x = self.norm(x)
+        if x.shape[0] == 1:
+            return x
         if not torch.compiler.is_compiling():
             self.eager += 1
             return x.cumsum(0)
@@ -173,3 +175,36 @@ def test_a_graph_that_is_left_is_left_to_the_models_own_code() -> None:
     before = model.eager
     torch.testing.assert_close(model(x), model._call_impl(x))
     assert model.eager == before + 2
+
+
+@torch.no_grad()
+@pytest.mark.filterwarnings("ignore:.*could not be studied")
+def test_a_prompt_that_is_left_leaves_the_tokens_compiled() -> None:
+    model, prompt, token = Scanning().eval(), torch.randn(7, 8), torch.randn(1, 8)
+    opsmith.optimize(model, config=UNTIMED)
+    for _ in range(2):
+        for x in (prompt, token, prompt[:5]):  # nothing is known of what stands in a cache
+            torch.testing.assert_close(model(x, [x]), model._call_impl(x))
+    assert model.eager == 7  # all but the first, which was read
+    assert model.opsmith is not None
+    assert sorted(bool(graph.left) for graph in model.opsmith.graphs) == [False, True]
+
+
+class Patches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cut, self.norm = nn.Conv2d(3, 8, 2, 2), nn.LayerNorm(8)
+
+    def forward(self, image: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.cut(image).flatten(2).mT)
+
+
+@torch.no_grad()
+def test_the_height_of_images_varies_once_it_has_varied() -> None:
+    model = Patches().eval()
+    opsmith.optimize(model, torch.randn(2, 3, 8, 6), config=UNTIMED)
+    assert model.opsmith is not None
+    for rows, height, graphs in ((2, 8, 1), (3, 8, 1), (2, 10, 2), (2, 12, 2), (3, 14, 2), (2, 8, 2)):
+        x = torch.randn(rows, 3, height, 6)
+        torch.testing.assert_close(model(x), model._call_impl(x))
+        assert len(model.opsmith.graphs) == graphs, (rows, height)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import FunctionType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -24,18 +24,18 @@ from opsmith.compiler.code import Code
 from opsmith.compiler.frozen import keep_input_guards
 from opsmith.compiler.modules.conventions import rehearse
 from opsmith.compiler.modules.quantize import needed
+from opsmith.compiler.program.graph import Apart
 from opsmith.compiler.progress import show
+from opsmith.compiler.session import Part, Session
 from opsmith.decoding import NoState
-
-if TYPE_CHECKING:
-    from opsmith.compiler.session import Session
 
 
 def entry(model: nn.Module, session: Session) -> Callable[..., Any]:
     """The model's call through Dynamo: sizes dynamic from the start, except what belongs to the model.
 
     An epsilon or a dropout rate is part of the model, and so is the length of a feature vector (the last
-    dimension of a floating-point input): as inputs they would hide the arithmetic.
+    dimension of a floating-point input): as inputs they would hide the arithmetic. An image's other sizes are too until
+    they vary; formulas of windows of any height take Dynamo half a minute.
     """
 
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -49,6 +49,10 @@ def entry(model: nn.Module, session: Session) -> Callable[..., Any]:
     options: Any = chosen and {"guard_filter_fn": chosen}
     compiled = torch.compile(forward, backend=_backend(session), dynamic=True, options=options, **_UNLIMITED)
     seen: dict[tuple[Any, ...], Callable[..., Any]] = {}
+    own: set[tuple[Any, ...]] = (
+        set()
+    )  # calls, whatever their sizes, of which no graph is better than the model's code
+    images: dict[tuple[int, int], int] = {}  # by argument and axis, the first size seen
     general = True  # until a graph of this model turns out not to be
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -70,7 +74,7 @@ def entry(model: nn.Module, session: Session) -> Callable[..., Any]:
         values = (*args, *kwargs.values())
         tensors = [v for v in values if isinstance(v, torch.Tensor)]
         one = next(model.parameters(), None)  # all of them are cast, moved and frozen together, as a rule
-        key = (
+        what = (
             torch.is_grad_enabled(),
             torch.is_inference_mode_enabled(),
             torch.is_autocast_enabled("cpu"),
@@ -79,11 +83,15 @@ def entry(model: nn.Module, session: Session) -> Callable[..., Any]:
             None if one is None else (one.dtype, one.device, one.requires_grad),
             *kwargs,
             *[v if v is None or isinstance(v, bool | str) else type(v) for v in values],
-            *[(t.shape, t.dtype, t.requires_grad) for t in tensors],
+            *[(t.dtype, t.requires_grad) for t in tensors],
         )
+        key = (*what, *[t.shape for t in tensors])
+        kind = (*what, *[tuple([n == 1 for n in t.shape]) for t in tensors])
         plain = all(v is None or isinstance(v, _PLAIN) for v in values)
+        if kind in own:
+            return model._call_impl(*args, **kwargs)
+        session.capturing.parts.clear()
         if plain and (run := seen.get(key)) is not None:
-            session.capturing.ran = False
             try:
                 return run(*args, **kwargs)
             except torch._dynamo.exc.BackendCompilerFailed as failed:
@@ -92,9 +100,11 @@ def entry(model: nn.Module, session: Session) -> Callable[..., Any]:
                 seen.clear()
         # What stands in a cache, say, is not in the key, and may be what Dynamo captures a graph anew for.
         # Sizes not seen before may be captured anew, and only capturing asks for these settings.
-        for t in tensors:
+        for i, t in enumerate(tensors):
             if t.is_floating_point() and t.dim() > 1:
-                torch._dynamo.mark_static(t, t.dim() - 1)
+                inner = range(1, t.dim() - 1) if t.dim() > 3 else ()
+                still = [a for a in inner if images.setdefault((i, a), t.shape[a]) == t.shape[a]]
+                torch._dynamo.mark_static(t, [*still, t.dim() - 1])
         # Dynamo takes a size of one for a constant, so a graph captured with one is not for others.
         sizes, paged = [n for t in tensors for n in t.shape], any(isinstance(v, NoState) for v in values)
         many = any(n > 1 for n in sizes) if paged else all(n > 1 for n in sizes)
@@ -103,7 +113,7 @@ def entry(model: nn.Module, session: Session) -> Callable[..., Any]:
                 torch._dynamo.mark_static(t, 0)
         session.capturing.general, session.capturing.paged = general and plain and many, paged
         session.capturing.ready = True
-        before, started = len(session.runs), time.monotonic()
+        before, started = len(session.parts), time.monotonic()
         left: list[Exception] = []
         try:
             with _capturing(session.capturing.general, left):
@@ -117,18 +127,21 @@ def entry(model: nn.Module, session: Session) -> Callable[..., Any]:
         finally:
             session.capturing.general = session.capturing.ready = False
         # Behind a break no graph is general, and the next time the one before the break may be there already.
-        general = general and len(session.runs) <= before + 1
+        general = general and len(session.parts) <= before + 1
         for error in left:
             session.leave(error)
-        if len(session.runs) > before:
+        if len(session.parts) > before:
             session.code = Code(model)  # with what is new in it
             show()
             what = type(model).__name__, ", ".join(str(tuple(t.shape)) for t in tensors)
             _LOG.info("captured and studied a call of %s on %s in %.1f s", *what, time.monotonic() - started)
-        if plain:
-            # Where Dynamo reads it, code may go another way, and a slower one: not for graphs that run as they were.
-            alone = left or (session.graphs and all(graph.report.left for graph in session.graphs))
-            seen[key] = model._call_impl if alone else compiled
+        # Where Dynamo reads it, code may go another way, and a slower one: not for graphs that run as they were. To
+        # capture other sizes would end alike, and some are captured each by itself.
+        parts = [part for held in session.capturing.parts if (part := held()) is not None]
+        if (parts or left) and all(part.left for part in parts):
+            own.add(kind)
+        elif plain:
+            seen[key] = model._call_impl if left else compiled
         return result
 
     return call
@@ -144,15 +157,17 @@ def _backend(session: Session) -> Callable[..., Any]:
         session = known()
         assert session is not None  # the model is being called, and holds it
         capturing = session.capturing
-        if not capturing.ready and not capturing.ran:
+        if not capturing.ready and not capturing.parts:
             raise _Forgotten
+        before = len(session.graphs)
         run = session.backend(gm, example_inputs)
-        session.runs.append(run)
-        held = weakref.ref(run)
+        part = Part(run, [run] if isinstance(run, Apart) else session.graphs[before:])
+        session.parts.append(part)
+        held = weakref.ref(part)
 
         def call(*args: Any) -> Any:
-            capturing.ran = True
-            return held()(*args)  # type: ignore[misc]
+            capturing.parts.append(held)
+            return held().run(*args)  # type: ignore[union-attr]
 
         return call
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -54,7 +55,21 @@ class Capturing(threading.local):
     general = False  # whether what is captured is to serve sizes of one too
     paged = False  # whether it is a decoder's call with a cache
     ready = False  # whether the settings are those for it
-    ran = False  # whether a part of a call that began without them has run
+
+    def __init__(self) -> None:
+        self.parts: list[weakref.ref[Part]] = []  # of the call at hand, that have run; a thread outlives them
+
+
+class Part:
+    """What Dynamo calls of an optimized model: all of a call, or what stands between two breaks."""
+
+    def __init__(self, run: Callable[..., Any], graphs: Sequence[CompiledGraph | Apart]):
+        self.run, self._graphs = run, graphs
+
+    @property
+    def left(self) -> bool:
+        """Whether it runs as it was captured."""
+        return all(graph.left for graph in self._graphs)
 
 
 class Session:
@@ -72,7 +87,7 @@ class Session:
         self.selector = Selector(config, saved=plan, ranks=ranks)
         self.proofs = Proofs()
         self.graphs: list[CompiledGraph] = []
-        self.runs: list[Callable[..., Any]] = []  # what Dynamo calls of an optimized model
+        self.parts: list[Part] = []
         self.unread: list[GraphReport] = []
         self.packing = Packing()
         self.adjacent = Adjacent()

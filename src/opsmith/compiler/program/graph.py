@@ -82,6 +82,11 @@ class CompiledGraph:
                 return self.recordings(key, run, args)
         return self._plain(*args) if program is None else program(args)
 
+    @property
+    def left(self) -> bool:
+        """Whether it runs as it was captured for good."""
+        return bool(self.report.left)
+
     def _forget(self) -> None:
         self.programs.clear()
         if self.recordings is not None:
@@ -244,6 +249,11 @@ class Apart:
     def __call__(self, *args: Any) -> Any:
         ones = tuple([n == 1 for n in self._first.programs.key(args)])
         return (self._graphs.get(ones) or self._of(ones))(*args)
+
+    @property
+    def left(self) -> bool:
+        """Whether all of them are."""
+        return all(graph.left for graph in self._graphs.values())
 
     def _of(self, ones: Key) -> CompiledGraph:
         with self._lock:

@@ -104,7 +104,8 @@ def entry(model: nn.Module, session: Session) -> Callable[..., Any]:
             if t.is_floating_point() and t.dim() > 1:
                 inner = range(1, t.dim() - 1) if t.dim() > 3 else ()
                 still = [a for a in inner if images.setdefault((i, a), t.shape[a]) == t.shape[a]]
-                torch._dynamo.mark_static(t, [*still, t.dim() - 1])
+                for axis in (*still, t.dim() - 1):
+                    torch._dynamo.mark_static(t, axis)
         # Dynamo takes a size of one for a constant, so a graph captured with one is not for others.
         sizes, paged = [n for t in tensors for n in t.shape], any(isinstance(v, NoState) for v in values)
         many = any(n > 1 for n in sizes) if paged else all(n > 1 for n in sizes)

@@ -100,6 +100,17 @@ def test_every_depth_and_width(format: str, k: int) -> None:
             assert_close(module(x), exact(module, x), k)
 
 
+@pytest.mark.parametrize("format", ["q5_k", "q6_k"])
+def test_a_deep_product_of_few_rows_keeps_the_bits_of_float32(format: str) -> None:
+    """Sums of 16 numbers are exact, and those of 688 such, one after the other, would lose more than eager."""
+    torch.manual_seed(0)
+    module = PackedLinear.from_linear(nn.Linear(11008, 1024, bias=False), format=format)
+    x, w = torch.randn(4, 11008), module.dequantize()
+    with torch.no_grad():
+        verdict = CARD.tolerance.check(module(x), x @ w.t(), x.double() @ w.double().t())
+    assert verdict.ok, verdict.why
+
+
 @native
 @pytest.mark.parametrize("format", ["int8", "int8_dynamic", "int4"])
 @by_dtype

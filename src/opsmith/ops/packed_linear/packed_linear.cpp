@@ -33,6 +33,9 @@ constexpr bool busy(int rows, int D, bool nibbles) {
   return rows * D * (nibbles ? 2 : 1) >= (kDigitBits == 8 ? 8 : 2);
 }
 
+// Whether the sums of chunks are added up, and not of all blocks one after the other: a float32 would lose bits to those.
+constexpr bool in_parts(int D) { return D * kDigitBits > 16; }
+
 // Rows of x that are worth a weight in floats (packed_linear_floats.cpp): where a unit multiplies pairs of bfloat16 as fast as two
 // digits, it wins for its sums, which do not end with each of the digits' blocks.
 int64_t many_rows(const PackedProduct& one) {
@@ -142,11 +145,12 @@ __attribute__((noinline)) void multiply(const Tile& t) {
   const uint8_t *w = t.weight, *ahead = t.ahead;
   const Digit* x = t.digits;
   constexpr int each = D / halves(D);  // digits whose sums are one number
+  const bool begins = t.first || in_parts(D);
   Vec total[R][NV];
 #pragma GCC unroll 12
   for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 4
-    for (int n = 0; n < NV; ++n) total[r][n] = t.first ? Vec{} : load(t.sums + r * kColumns + n * W);
+    for (int n = 0; n < NV; ++n) total[r][n] = begins ? Vec{} : load(t.sums + r * kColumns + n * W);
   }
   Steps steps = t.steps;
   const bool zeros = steps.zero && !t.least;
@@ -246,7 +250,10 @@ __attribute__((noinline)) void multiply(const Tile& t) {
 #pragma GCC unroll 12
   for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 4
-    for (int n = 0; n < NV; ++n) store(t.sums + r * kColumns + n * W, total[r][n]);
+    for (int n = 0; n < NV; ++n) {
+      float* const sum = t.sums + r * kColumns + n * W;
+      store(sum, begins && !t.first ? load(sum) + total[r][n] : total[r][n]);
+    }
   }
 }
 
@@ -337,7 +344,7 @@ void products(const std::vector<Digits<D>>& all) {
       if (depth == 0) std::fill(sums, sums + rows * kColumns, 0.0f);
       // One tile of all columns shares the panel with no other. Few rows, which wait for memory, are not faster for it.
       const bool alone = tiles_end - tile == 1 && vectors(int(rows) * D) * W == kColumns;
-      const int64_t chunk = alone && (ask || busy(int(rows), D, nibbles)) ? depth : kChunk;
+      const int64_t chunk = alone && !in_parts(D) && (ask || busy(int(rows), D, nibbles)) ? depth : kChunk;
       for (int64_t k = 0; k < depth; k += chunk) {
         Tile t{.steps = Steps(p, k, first)};
         t.blocks = x.blocks;

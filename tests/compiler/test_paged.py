@@ -63,7 +63,7 @@ def test_a_step_is_one_graph_for_all_lengths() -> None:
     model.generate(**inputs, **GREEDY | {"max_new_tokens": 3})
     graphs = len(model.opsmith.graphs)
     assert graphs == 2  # a prompt, a token: studied apart
-    assert len(model.opsmith.runs) == 1  # and captured as one
+    assert len(model.opsmith.parts) == 1  # and captured as one
     recorded = len(model.opsmith.plan.shapes)
     got = model.generate(**inputs, **GREEDY | {"max_new_tokens": 60})
     assert torch.equal(got, plain.generate(**inputs, **GREEDY | {"max_new_tokens": 60}))
@@ -77,7 +77,7 @@ def test_beams_first_are_one_capture_too() -> None:
     inputs = prompts(2, 7, padded=False)
     beams = GREEDY | {"num_beams": 3}
     assert torch.equal(model.generate(**inputs, **beams), plain.generate(**inputs, **beams))
-    assert len(model.opsmith.runs) == 1
+    assert len(model.opsmith.parts) == 1
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3_text"])

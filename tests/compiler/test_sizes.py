@@ -99,11 +99,12 @@ def test_sizes_nobody_has_seen_give_the_same_numbers(shuffled: bool) -> None:
     assert _spans(model)
 
 
-def test_sizes_that_come_again_get_a_program_of_their_own() -> None:
+def test_sizes_that_come_often_get_a_program_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("opsmith.compiler.program.programs.OFTEN", 2)
     model = seeded(Feed)
     truth = Truth(model)
     opsmith.optimize(model, numbers(2, 4, WIDTH), config=UNTIMED)
-    for batch in (9, 10, 11, 10):
+    for batch in (9, 10, 11, 10, 11, 10):
         x = numbers(batch, 4, WIDTH)
         with torch.no_grad():
             truth.check(model(x), x)

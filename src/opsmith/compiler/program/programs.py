@@ -17,6 +17,7 @@ from opsmith.compiler.steps.sizes import Key, differing
 
 MAX_PROGRAMS = 64
 MAX_STRAYS = 8
+OFTEN = 16  # calls of the same sizes before they get a program: recording takes two of them, and saves a tenth of one
 UNSEEN: Any = object()
 
 
@@ -33,7 +34,7 @@ class Programs:
         self._spans: dict[
             Key, bool
         ] = {}  # programs that serve many sizes: whether they allocate most results
-        self._seen: set[Key] = set()  # sizes that such a program has served
+        self._served: dict[Key, int] = {}  # how often such a program has, by sizes
         self._varies: set[int] = set()  # the numbers of a key that such a program leaves open
         self._strays = 0
 
@@ -47,15 +48,17 @@ class Programs:
         return self._spanning(key) if program is UNSEEN and self._spans else program
 
     def _spanning(self, key: Key) -> Any:
-        """The program that serves these sizes among others, until they come again and deserve one of their own."""
+        """The program that serves these sizes among others, until they come so often that they deserve their own."""
         for sizes, fresh in list(self._spans.items()):  # another thread may record meanwhile
             if not differing(key, sizes):
-                if fresh and key in self._seen and len(self.by_key) < MAX_PROGRAMS:
-                    return UNSEEN
-                if fresh and len(self._seen) < 1 << 16:
-                    self._seen.add(key)
-                return self.by_key.get(sizes, UNSEEN)
+                if fresh and len(self._served) < 1 << 16:
+                    self._served[key] = self._served.get(key, 0) + 1
+                own = self._often(key) and len(self.by_key) < MAX_PROGRAMS
+                return UNSEEN if own else self.by_key.get(sizes, UNSEEN)
         return UNSEEN
+
+    def _often(self, key: Key) -> bool:
+        return self._served.get(key, 0) > OFTEN
 
     def span(self, key: Key, example: bool) -> tuple[Key, frozenset[Any]]:
         """The sizes to record a program for: those of an example alone, else with all that has been seen to vary.
@@ -63,7 +66,7 @@ class Programs:
         What varies may be anything between the same two powers of two; its symbols come with the sizes. What is no
         symbolic size stays as it is.
         """
-        if example or key in self._seen or not self.by_key:
+        if example or self._often(key) or not self.by_key:
             return key, frozenset()
         new = differing(key, next(reversed(self.by_key))) - self._varies
         self._strays += bool(new)

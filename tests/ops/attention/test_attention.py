@@ -124,6 +124,13 @@ def test_what_goes_to_pytorch_on_a_gpu_is_the_same_function(causal: bool, l: int
     torch.testing.assert_close(mine, reference(q, k, v, causal=causal, scale=0.3))
 
 
+def test_pytorchs_takes_lengths_that_are_symbols() -> None:
+    q = torch.randn(2, 2, 7, 8, dtype=torch.float64)
+    torch._dynamo.mark_dynamic(q, 2)
+    got = torch.compile(lambda q: attention(q, q, q, causal=True), backend="eager", fullgraph=True)(q)
+    torch.testing.assert_close(got, reference(q, q, q, causal=True))
+
+
 def test_a_learned_mask_gets_its_gradient() -> None:
     q, k, v = qkv()
     mask = torch.randn(6, 9, requires_grad=True)

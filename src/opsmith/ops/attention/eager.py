@@ -80,6 +80,13 @@ def visible(q: torch.Tensor, k: torch.Tensor, causal: bool, window: int) -> Mayb
     return seen
 
 
+def hides(q: torch.Tensor, causal: bool) -> bool:
+    """Whether the causal rule hides anything: the last query sees every key. No symbol, which PyTorch's refuses."""
+    if q.shape[2] <= 1:
+        return False
+    return causal
+
+
 def default_scale(q: torch.Tensor) -> float:
     return 1.0 / math.sqrt(q.shape[-1] or 1)
 
@@ -97,10 +104,12 @@ def eager(*given: Any) -> torch.Tensor:
     if mask is not None and q.is_cuda and mask.dtype not in (torch.bool, q.dtype):
         return definition(q, k, v, mask, at, keys_at, None, None, scale, causal, window, softcap)
     grouped = q.shape[1] != k.shape[1]
-    causal = causal and q.shape[2] != 1  # the last query sees every key
+    causal = hides(q, causal)
     if mask is None and not window and not causal and not grouped:
         return F.scaled_dot_product_attention(q, k, v, scale=scale)  # each argument more takes time to parse
-    plain_causal = causal and not window and mask is None and q.shape[2] == k.shape[2]
+    plain_causal = causal and not window and mask is None
+    if q.shape[2] != k.shape[2]:
+        plain_causal = False
     seen = None if plain_causal else visible(q, k, causal, window)
     if mask is None or seen is None:
         both = seen if mask is None else mask
@@ -115,7 +124,7 @@ def sdpa(values: Sequence[Any]) -> torch.Tensor:
     """PyTorch's fused attention on a GPU, for the calls that `sdpa_supports`."""
     q, k, v, _, _, _, _, _, scale, causal, *_ = values
     return F.scaled_dot_product_attention(
-        q, k, v, is_causal=causal and q.shape[2] > 1, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+        q, k, v, is_causal=hides(q, causal), scale=scale, enable_gqa=q.shape[1] != k.shape[1]
     )
 
 
@@ -134,7 +143,7 @@ def sdpa_supports(values: Sequence[Any]) -> bool | str:
     if torch.compiler.is_dynamo_compiling():  # which cannot ask PyTorch's kernels: what flash attention takes
         flash = q.dtype != torch.float32 and q.shape[3] == v.shape[3] and q.shape[3] <= 256
         return flash or "a compiled graph takes PyTorch's kernel for 16 bits and heads up to 256 only"
-    asked = torch.backends.cuda.SDPAParams(q, k, v, None, 0.0, causal and q.shape[2] > 1, grouped)
+    asked = torch.backends.cuda.SDPAParams(q, k, v, None, 0.0, hides(q, causal), grouped)
     fused = (
         torch.backends.cuda.can_use_flash_attention(asked)
         or torch.backends.cuda.can_use_cudnn_attention(asked)

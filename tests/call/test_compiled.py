@@ -102,3 +102,35 @@ def test_sizes_stay_symbols(name: str) -> None:
     with torch.no_grad():
         got = torch.compile(fn, backend="aot_eager", fullgraph=True)(*inputs)
         torch.testing.assert_close(got, fn(*inputs))
+
+
+class _Exported(torch.nn.Module):
+    """What has parameters, and calls public functions of them on rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.norm, self.weight = (
+            torch.nn.Parameter(torch.randn(shape) / 8) for shape in ((50, 64), (64,), (50, 64))
+        )
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = ops.embedding(ids, self.table)
+        x = x + ops.rms_norm(ops.linear(x, self.weight[:1].expand(64, 64), activation="gelu"), self.norm)
+        heads = x.view(1, 1, *x.shape)
+        x = ops.attention(heads, heads, heads, causal=True).view(x.shape)
+        return ops.linear_cross_entropy(x, self.weight, ids)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("learns", [False, True])
+def test_an_exported_call_takes_any_size_and_learns(learns: bool, strict: bool) -> None:
+    model, ids, size = _Exported(), torch.arange(5), torch.export.Dim("size")
+    with torch.set_grad_enabled(learns):
+        program = torch.export.export(model, (ids,), dynamic_shapes=({0: size},), strict=strict).module()
+        got, want = (m(torch.arange(40) % 50) for m in (program, model))
+    torch.testing.assert_close(got, want)
+    if learns:
+        got.backward()
+        want.backward()
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(program.get_parameter(name).grad, parameter.grad)

@@ -81,6 +81,7 @@ def _gpu() -> Supports:
 
 
 compiling = torch.compiler.is_dynamo_compiling
+exporting = torch.compiler.is_exporting  # by torch.export, with Dynamo or without
 _transforming = torch._C._are_functorch_transforms_active
 
 

@@ -171,7 +171,8 @@ class Call:
             self.check_out(values, out)
         tensors = [t for t in values if isinstance(t, torch.Tensor)]
         training = self.learns and dispatch.needs_grad(*tensors)
-        backend = self.backend(values, training)
+        # What is exported keeps of a Function its forward alone: the definition is differentiated where it may learn.
+        backend = None if training and dispatch.exporting() else self.backend(values, training)
         if backend is None:
             return self.store(self.plain(values), out)
         if training:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from opsmith.call import dispatch
 from opsmith.call.arguments import one_of
-from opsmith.call.dispatch import compiling, is_sharded, native, needs_grad, recorded
+from opsmith.call.dispatch import compiling, exporting, is_sharded, native, needs_grad, recorded
 from opsmith.call.layouts import nbytes
 from opsmith.call.signature import Gradient, Input, Kept, Made, Number, Output, Rows, Saved, Signature, Slope
 from opsmith.kernels import libraries
@@ -93,7 +93,7 @@ def linear_cross_entropy(
     Source: Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models", 2024; Hsu et al., "Liger Kernel",
     2024.
     """
-    if not compiling():
+    if not (compiling() or exporting()):
         try:
             rows, learns = target.numel(), needs_grad(hidden, weight, bias)
             most = dispatch.limit << _LEARNING if learns else dispatch.limit

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from opsmith.call import dispatch
 from opsmith.call.arguments import check_float, short
-from opsmith.call.dispatch import NATIVE_DTYPES, SMALL, compiling, native
+from opsmith.call.dispatch import NATIVE_DTYPES, SMALL, compiling, exporting, native
 from opsmith.call.layouts import as_rows, out_rows
 from opsmith.call.run import Call, declare
 from opsmith.call.signature import Constant, Gradient, Input, Made, Output, Saved, Signature, Slope
@@ -69,7 +69,7 @@ def embedding(
 
     Source: Mikolov et al., "Efficient Estimation of Word Representations in Vector Space", 2013.
     """
-    if out is None and not compiling():
+    if out is None and not (compiling() or exporting()):
         # Looking at each argument would take as long as a short gather, so the kernel or PyTorch does it on its way.
         try:
             n = ids.numel()

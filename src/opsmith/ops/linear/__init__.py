@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from opsmith.call import dispatch
 from opsmith.call.arguments import check_device, check_dtype, check_float, check_like, check_out
-from opsmith.call.dispatch import compiling, native, needs_grad
+from opsmith.call.dispatch import compiling, exporting, native, needs_grad
 from opsmith.call.fast import direct, nodes
 from opsmith.call.layouts import as_rows, in_huge_pages, nbytes
 from opsmith.call.run import Call, declare
@@ -146,7 +146,7 @@ class _Linear(Call):
         x, weight, bias = given[:3]
         tensors = isinstance(x, torch.Tensor) and isinstance(weight, torch.Tensor) and weight.dim() == 2
         tensors = tensors and (bias is None or isinstance(bias, torch.Tensor))
-        if not compiling() and tensors and needs_grad(x, weight, bias):
+        if not (compiling() or exporting()) and tensors and needs_grad(x, weight, bias):
             most = max(ROWS * weight.numel(), dispatch.limit << _LEARNING.get(x.dtype, 0))
             if x.numel() * weight.shape[0] <= most:
                 nodes.begin()
@@ -167,7 +167,7 @@ class _Linear(Call):
     def backend(self, values: Sequence[Any], training: bool) -> str | None:
         x, weight, *_, code = values
         # Inductor takes oneDNN's operator with constant weights only, and fuses epilogues itself.
-        if compiling() or dispatch.autocasts(x):
+        if compiling() or exporting() or dispatch.autocasts(x):
             return None
         products, exact = x.numel() * weight.shape[0], x.dtype == torch.float32
         if training:

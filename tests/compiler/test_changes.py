@@ -323,3 +323,49 @@ def test_what_graphs_packed_is_not_taken_over_by_the_next_one() -> None:
             layer.weight.data.mul_(1.5)
         model.scale = scale
         torch.testing.assert_close(model(x), model._call_impl(x))
+
+
+class Gate(nn.Module):
+    """Two layers of one input, whose weights lie side by side once nothing learns, and one behind them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.down(torch.sigmoid(self.gate(x)) * self.up(x))
+        return y
+
+
+class Gates(Stack):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Gate(), Gate()
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_model_may_be_sharded_before_its_first_call(frozen: bool) -> None:
+    models, x = [seeded(Gates), seeded(Gates)], numbers(3, WIDTH)
+    for model in models:
+        model.first.requires_grad_(not frozen)
+    opsmith.optimize(models[0])
+    for model in map(sharded, models):
+        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5)
+        for _ in range(2):
+            model(x).square().mean().backward()
+            optimizer.step()
+    with torch.no_grad():
+        torch.testing.assert_close(*(model(x) for model in models))
+    assert "could not be studied" not in str(models[0].opsmith.report)
+
+
+@torch.no_grad()
+def test_parts_may_be_spread_over_ranks_and_others_not() -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import parallel
+
+    x, spread = numbers(3, WIDTH), {"0.down": parallel.ColwiseParallel()}
+    model, plain = (nn.Sequential(seeded(Gate)) for _ in range(2))
+    parallel.parallelize_module(model, init_device_mesh("cpu", (1,)), spread)
+    torch.testing.assert_close(optimized(model, x)(x), plain(x))
+    assert "could not be studied" not in str(model.opsmith.report)

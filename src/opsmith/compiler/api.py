@@ -17,7 +17,6 @@ from torch._dynamo.utils import counters
 
 import opsmith.ops  # noqa: F401  the cards register themselves
 from opsmith import measure
-from opsmith.compiler.capture.shards import is_gathered
 from opsmith.compiler.choose.ranks import Ranks
 from opsmith.compiler.config import DTYPES, Config
 from opsmith.compiler.copying import OURS, Copier
@@ -132,9 +131,7 @@ def optimize(
         if settings.torch_dtype is not None:
             session.before = {}
             _cast(model, settings.torch_dtype, session.before)
-        if is_gathered(model):
-            session.gathered = True
-            session.decline("fully_shard gathers weights for each call: only training is optimized")
+        session.gathers(model)
         session.packing.adopt(model)
         taken = session.latent.find(model)
         session.mixtures.take(model, settings.verify)

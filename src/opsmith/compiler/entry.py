@@ -60,7 +60,7 @@ def entry(model: nn.Module, session: Session) -> Callable[..., Any]:
         if model.training and torch.is_grad_enabled():
             session.packing.train()
         # Nothing may be made of weights that are gone after the call, and whose changes PyTorch does not count.
-        gathered = session.gathered and not torch.is_grad_enabled()
+        gathered = session.gathers(model) and not torch.is_grad_enabled()
         if gathered or torch.compiler.is_exporting() or carries_tangents() or session.changed():
             with session.paged.lock:
                 return model._call_impl(*args, **kwargs)

@@ -16,7 +16,7 @@ from opsmith import measure
 from opsmith.call.dispatch import is_sharded
 from opsmith.compiler.capture.mutation import Effects
 from opsmith.compiler.capture.parts import by_parts
-from opsmith.compiler.capture.shards import Shards
+from opsmith.compiler.capture.shards import Shards, is_gathered
 from opsmith.compiler.capture.trace import NotGeneral, capture
 from opsmith.compiler.choose.ranks import Ranks
 from opsmith.compiler.choose.select import Selector
@@ -46,6 +46,7 @@ _OTHER = (
     "a hook of a module was added or removed, or a method exchanged, after the model was captured: while it is so the "
     "model runs as it was; optimize it again with the hook in place"
 )
+_GATHERED = "fully_shard gathers weights for each call: only training is optimized"
 _MUCH = 1 << 26  # bytes of weights that are more than what caches hold
 
 
@@ -132,6 +133,13 @@ class Session:
         self.other += 1
         return True
 
+    def gathers(self, model: nn.Module) -> bool:
+        """Whether `fully_shard` gathers weights for each call; once the model is captured, its hooks are a change."""
+        if self.code is None and not self.gathered and is_gathered(model):
+            self.gathered = True
+            self.decline(_GATHERED)
+        return self.gathered
+
     def leave(self, error: Exception, nodes: int = 0) -> None:
         """Say that a graph runs as it was, or, of no nodes, what could not be captured as one."""
         self.unread.append(GraphReport(nodes=nodes))
@@ -145,7 +153,11 @@ class Session:
         if self.selector.spent:
             self.decline(SPENT, len(gm.graph.nodes))
             return gm.forward
-        if _has_own_gradients(gm, example_inputs):
+        learns = _learns(example_inputs)
+        if self.gathered and not learns:  # as of frozen layers
+            self.decline(_GATHERED, len(gm.graph.nodes))
+            return gm.forward
+        if learns and _has_own_gradients(gm):
             self.decline("it calls an autograd.Function, whose gradients only eager has", len(gm.graph.nodes))
             return gm.forward
         show(f"looking for operators in a graph of {len(gm.graph.nodes)} calls")
@@ -181,10 +193,8 @@ class Session:
     ) -> list[Site]:
         """A graph's sites, with the layers of one input as one call."""
         # Gradients of one product would have to be taken apart again, which costs more than it saves.
-        learning = torch.is_grad_enabled() and any(
-            isinstance(t, nn.Parameter) and t.requires_grad for t in inputs
-        )
-        plain = found if learning else together(found, gm.graph, inputs, self.adjacent.lay, effects)
+        apart = self.gathered or _learns([t for t in inputs if isinstance(t, nn.Parameter)])
+        plain = found if apart else together(found, gm.graph, inputs, self.adjacent.lay, effects)
         self.adjacent.read.give_back()
         return [*plain, *self.packing.join(gm, effects, inputs)]
 
@@ -269,12 +279,13 @@ class Session:
         return f"<opsmith: {len(self.graphs)} graph(s), {sites} sites, {len(self.plan.shapes)} shape(s)>"
 
 
-def _has_own_gradients(gm: fx.GraphModule, inputs: Sequence[Any]) -> bool:
-    """Whether a graph that learns calls an autograd.Function: retraced, it would be its forward alone."""
-    if not torch.is_grad_enabled() or not any(
-        isinstance(t, torch.Tensor) and t.requires_grad for t in inputs
-    ):
-        return False
+def _learns(inputs: Sequence[Any]) -> bool:
+    """Whether autograd records what is done to one of these."""
+    return torch.is_grad_enabled() and any(isinstance(t, torch.Tensor) and t.requires_grad for t in inputs)
+
+
+def _has_own_gradients(gm: fx.GraphModule) -> bool:
+    """Whether a graph calls an autograd.Function: retraced, it would be its forward alone."""
     apply = torch.ops.higher_order.autograd_function_apply
     graphs = (m.graph for m in gm.modules() if isinstance(m, fx.GraphModule))
     return any(graph.find_nodes(op="call_function", target=apply) for graph in graphs)

@@ -10,6 +10,7 @@ import torch
 from torch import fx
 from torch.fx import Node
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from opsmith.compiler.capture.mutation import filled
 from opsmith.compiler.find.joined import joined
@@ -132,7 +133,8 @@ def is_pure(node: Node) -> bool:
 
 def _tensors(value: Any) -> list[torch.Tensor]:
     tensors = [v for v in pytree.tree_leaves(value) if isinstance(v, torch.Tensor)]
-    return [t for t in tensors if t.layout == torch.strided and not t.is_mkldnn]
+    lies = (t for t in tensors if t.layout == torch.strided and not t.is_mkldnn)
+    return [t for t in lies if not is_traceable_wrapper_subclass(t)]  # a DTensor, say, only has parts that do
 
 
 def memory(value: Any) -> int:

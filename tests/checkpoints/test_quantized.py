@@ -395,6 +395,12 @@ def test_what_is_not_known_is_refused(tmp_path: Path) -> None:
         ("gptq", {}, lambda t: t.pop(f"{first}.scales"), "q_proj: it has no 'scales'"),
         ("gptq", {}, lambda t: t[f"{first}.scales"].fill_(torch.inf), "every scale must be finite"),
         ("gptq", {}, lambda t: t.pop("model.norm.weight"), "it has no tensor for model.norm.weight"),
+        (
+            "fp8",
+            {},
+            lambda t: t.pop(f"{first}.weight_scale_inv"),
+            "it has .* torch.float8_e4m3fn for .*q_proj",
+        ),
         ("awq", {"version": "gemv"}, len, "its version is 'gemv', where gemm is known"),
         ("fp8", {"weight_block_size": [64, 64]}, len, r"its blocks are \[64, 64\]"),
         ("eight bits", {"config_groups": {}}, len, "none of 0 groups of layers is for it"),

@@ -212,7 +212,11 @@ def as_mixtral(name: str) -> str:
 
 def _float(files: _Files, name: str, wanted: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     found = files.get(name)
-    if found is None or found.shape != wanted.shape or not found.is_floating_point():
+    # Fewer bits are nothing without the scales that belong to them.
+    if found is None or found.shape != wanted.shape or not found.is_floating_point() or found.itemsize < 2:
         got = "has no tensor" if found is None else f"has {list(found.shape)} {found.dtype}"
-        raise CheckpointError(f"{files.folder} does not load: it {got} for {name} {list(wanted.shape)}")
+        raise CheckpointError(
+            f"{files.folder} does not load: it {got} for {name}, where floats {list(wanted.shape)} of 16 bits or more, "
+            "or fewer with their scales, are known"
+        )
     return found.to(dtype)

@@ -403,6 +403,12 @@ def test_what_is_not_known_is_refused(tmp_path: Path) -> None:
         ),
         ("awq", {"version": "gemv"}, len, "its version is 'gemv', where gemm is known"),
         ("fp8", {"weight_block_size": [64, 64]}, len, r"its blocks are \[64, 64\]"),
+        (
+            "eight bits",
+            {},
+            lambda t: t.update({f"{first}.weight_zero_point": torch.ones(64, 1).to(torch.int8)}),
+            "its 8 bits have zeros",
+        ),
         ("eight bits", {"config_groups": {}}, len, "none of 0 groups of layers is for it"),
         (
             "eight bits",

@@ -21,6 +21,7 @@ from opsmith.ops.packed_linear.weight import unpack_integers, unpack_pairs
 
 ENDS = ("weight", "weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx")
 _HALVES = 32  # numbers that share a float16 in the only format of 8 bits by groups
+_ZEROS = "its 8 bits have zeros (symmetric is false), where 8 bits around zero are known"
 
 Parts = dict[str, torch.Tensor]  # a layer's tensors, by the ends of their names
 Scheme = dict[str, Any]
@@ -137,7 +138,10 @@ def read(parts: Parts, scheme: Scheme) -> PackedLinear:
         raise ValueError("its inputs are rounded by scales of the checkpoint, where dynamic ones are known")
     if scale.dtype == torch.uint8:
         return PackedLinear.from_float4(parts["weight_packed"], scale)
+    zero = parts.get("weight_zero_point")
     if "weight_packed" not in parts:
+        if zero is not None and bool(zero.float().any()):  # symmetric layers may have some, all 0
+            raise ValueError(_ZEROS)
         if parts["weight"].dtype == torch.float8_e4m3fn:
             return PackedLinear.from_float8(parts["weight"], scale.float())
         return PackedLinear.from_int8(parts["weight"], scale.float().flatten(), dynamic=inputs is not None)
@@ -145,7 +149,7 @@ def read(parts: Parts, scheme: Scheme) -> PackedLinear:
     if bits not in (4, 8):
         raise ValueError(f"it has {bits} bits, where 4 and 8 are known")
     n, k = (int(size) for size in parts["weight_shape"])
-    q, zero = from_words(parts["weight_packed"], bits, k), parts.get("weight_zero_point")
+    q = from_words(parts["weight_packed"], bits, k)
     if bits == 4:
         zeros = None if zero is None else from_words(zero.t(), 4, n).to(torch.int8)
         groups = parts.get("weight_g_idx")
@@ -155,7 +159,7 @@ def read(parts: Parts, scheme: Scheme) -> PackedLinear:
             "its 8 bits are in the order of activations (actorder), where 4 bits in it are known"
         )
     if zero is not None:
-        raise ValueError("its 8 bits have zeros, where 8 bits around zero are known")
+        raise ValueError(_ZEROS)
     if not group or group < 0:
         return PackedLinear.from_int8(
             (q ^ 128).view(torch.int8), scale.float().flatten(), dynamic=inputs is not None

@@ -368,18 +368,3 @@ def test_files_that_are_no_models(tmp_path: Path) -> None:
         gguf.load(damaged(file, found.tensors["token_embd.weight"].offset, b"\xff\x7f"), torch.float32)
     with pytest.raises(ValueError, match="load: dtype must be one of float32, bfloat16, float16, got int8"):
         opsmith.load(file, dtype=torch.int8)
-
-
-def test_a_folder_is_loaded_as_well(tmp_path: Path) -> None:
-    config = transformers.LlamaConfig(
-        vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=2
-    )
-    torch.manual_seed(0)
-    model = transformers.LlamaForCausalLM(config).eval()
-    model.save_pretrained(tmp_path)
-    loaded, ids = opsmith.load(tmp_path, config=Config(tune=False)), torch.tensor([[1, 2, 3]])
-    with torch.no_grad():
-        assert loaded(ids).logits.allclose(model(ids).logits, atol=1e-5)
-    assert "found: " in str(loaded.opsmith.report)
-    with pytest.raises(CheckpointError, match="there is no folder"):
-        opsmith.load(tmp_path / "none")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from textwrap import shorten
@@ -13,6 +14,7 @@ from torch import nn
 
 from opsmith.checkpoints.header import CheckpointError
 
+INDEX = "model.safetensors.index.json"
 _CAUSAL = ("ForCausalLM", "LMHeadModel")
 LOCAL = {"local_files_only": True, "trust_remote_code": False}
 
@@ -83,11 +85,15 @@ def load(folder: Path, config: Any = None) -> nn.Module:
             f"config.json and the weights in {folder} do not belong together: {name} is "
             f"{list(there)} in the file and {list(wanted)} by config.json"
         )
-    if info["missing_keys"] and len(info["missing_keys"]) == len(model.state_dict()):
-        raise CheckpointError(
-            f"no weight in {folder} belongs to a {type(model).__name__}; "
-            "are config.json and the weights of one model?"
-        )
+    if missing := sorted(info["missing_keys"]):
+        whole = len(missing) == len(model.state_dict())
+        what = f"no weight in {folder} belongs to a {type(model).__name__}"
+        if not whole:
+            what = f"{folder} has no tensor for {missing[0]} and {len(missing) - 1} others of its model"
+        if whole or causal:
+            raise CheckpointError(f"{what}; are config.json and the weights of one model?")
+        # A head that the folder's own model does without, as BERT's pooler.
+        warnings.warn(f"{what}: their numbers are random", stacklevel=2)
     return model.eval()  # type: ignore[no-any-return]
 
 
@@ -105,11 +111,8 @@ def check(folder: Path) -> None:
         raise CheckpointError(
             f"{folder} holds no model: config.json is missing; name a folder that save_pretrained wrote"
         )
-    try:
-        data = json.loads(config.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{config} is not readable JSON: {error}") from error
-    if not isinstance(data, dict) or not isinstance(data.get("model_type"), str):
+    data = _json(config)
+    if not isinstance(data.get("model_type"), str):
         raise CheckpointError(f"{config} names no model_type, so what model it is stays unknown")
     if data["model_type"] not in CONFIG_MAPPING:
         hint = "it runs code of its own, which is never loaded" if "auto_map" in data else "update it"
@@ -123,6 +126,15 @@ def check(folder: Path) -> None:
             f"{folder} has no *.safetensors, the only weights that are read; "
             "convert them with save_pretrained"
         )
+    names = {file.name for file in weights}
+    if "model.safetensors" not in names and (index := folder / INDEX).is_file():
+        where = _json(index).get("weight_map")
+        named = set(map(str, where.values())) if isinstance(where, dict) else set()
+        if missing := sorted(named - names):
+            raise CheckpointError(
+                f"{folder} has no {missing[0][:64]!r}, which {INDEX} names, nor {len(missing) - 1} others; copy or "
+                "download them again"
+            )
     for file in weights:  # a damaged one is named before the model is built; only headers are read here
         try:
             with safe_open(file, framework="pt"):
@@ -131,6 +143,18 @@ def check(folder: Path) -> None:
             raise CheckpointError(
                 f"{file} is damaged ({one_line(error)}); copy or download it again"
             ) from error
+
+
+def _json(file: Path) -> dict[str, Any]:
+    try:
+        data = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{file} is not readable JSON: {error}") from error
+    if not isinstance(data, dict):
+        raise CheckpointError(
+            f"{file} is no JSON object, but a {type(data).__name__}; copy or download it again"
+        )
+    return data
 
 
 def one_line(error: Exception) -> str:

@@ -17,7 +17,7 @@ from torch import nn
 from opsmith.checkpoints import compressed
 from opsmith.checkpoints.compressed import Scheme
 from opsmith.checkpoints.empty import empty
-from opsmith.checkpoints.folder import quiet
+from opsmith.checkpoints.folder import INDEX, quiet
 from opsmith.checkpoints.quantized import EXPERT, MIXTRALS, as_mixtral
 from opsmith.compiler.modules.embeddings import Rows
 from opsmith.compiler.modules.mixtures import PackedMixture, experts_of
@@ -26,7 +26,7 @@ from opsmith.compiler.session import Session
 from opsmith.ops import PackedExperts, PackedLinear
 from opsmith.ops.packed_linear.module import PackedEmbedding
 
-_CONFIG, _INDEX = "config.json", "model.safetensors.index.json"
+_CONFIG = "config.json"
 _MOST = 5_000_000_000  # bytes of a file
 
 Packed = dict[str, PackedLinear]
@@ -69,7 +69,7 @@ def save(model: Any, folder: str | Path, *, max_shard_size: int = _MOST) -> None
         its.save_pretrained(made)
         if (generation := getattr(model, "generation_config", None)) is not None:
             generation.save_pretrained(made)
-        for old in (place / _CONFIG, *place.glob("model*.safetensors"), place / _INDEX):
+        for old in (place / _CONFIG, *place.glob("model*.safetensors"), place / INDEX):
             old.unlink(missing_ok=True)
         for file in sorted(made.iterdir(), key=lambda file: file.name == _CONFIG):
             file.replace(place / file.name)
@@ -223,4 +223,4 @@ def _write(tensors: Iterator[tuple[str, torch.Tensor]], place: Path, most: int) 
         (place / f"{i}").rename(place / file)
         where |= dict.fromkeys(names, file)
     sizes = {"total_size": sum(sum(names.values()) for names in files)}
-    (place / _INDEX).write_text(json.dumps({"metadata": sizes, "weight_map": where}, indent=2))
+    (place / INDEX).write_text(json.dumps({"metadata": sizes, "weight_map": where}, indent=2))

@@ -389,6 +389,37 @@ def test_what_is_not_known_is_refused(tmp_path: Path) -> None:
         ("gptq", {"bits": 3}, len, "it has 3 bits, where 4 are known"),
         ("four bits", compressed(3), len, "it has 3 bits, where 4 and 8 are known"),
         ("four bits", compressed(4, group=-1), len, r"group_size must be one of \(32, 64, 128\), got -1"),
+        (
+            "gptq",
+            {"checkpoint_format": "marlin"},
+            len,
+            "its checkpoint_format is 'marlin', where gptq and gptq_v2",
+        ),
+        (
+            "gptq",
+            {},
+            lambda t: t.update({f"{first}.qweight": torch.ones(8, 64)}),
+            "words must be int32 in rows",
+        ),
+        ("awq", {}, lambda t: t.update({f"{first}.qweight": torch.tensor(1)}), "words must be int32 in rows"),
+        (
+            "gptq",
+            {},
+            lambda t: t.update({f"{first}.scales": torch.tensor(1)}),
+            "q_proj: .*scale must be float16",
+        ),
+        (
+            "four bits",
+            {"config_groups": None},
+            len,
+            "q_proj: config_groups must be groups of layers by name, got None",
+        ),
+        (
+            "four bits",
+            compressed(4) | {"config_groups": {"a": {"targets": ["re:("]}}},
+            len,
+            "q_proj: missing ",
+        ),
         ("gptq", {}, lambda t: t[f"{first}.g_idx"].add_(1), "groups must have 32 of 64 numbers each"),
         ("gptq", {}, lambda t: t.update({f"{first}.g_idx": torch.zeros(8)}), "groups must have 32 of 64"),
         ("four bits, actorder", {}, lambda t: t[f"{first}.weight_g_idx"].fill_(-1), "groups must have 32"),
@@ -420,6 +451,11 @@ def test_what_is_not_known_is_refused(tmp_path: Path) -> None:
         with_(kind, changes, change)  # type: ignore[arg-type]
         with pytest.raises(CheckpointError, match=message):
             loaded(tmp_path)
+    written(tmp_path, "gptq")
+    sizes = json.loads((tmp_path / "config.json").read_text()) | {"vocab_size": 1 << 50}
+    (tmp_path / "config.json").write_text(json.dumps(sizes))
+    with pytest.raises(CheckpointError, match=r"config\.json makes no model: "):
+        loaded(tmp_path)
     written(tmp_path, "gptq")
     other = load_file(tmp_path / "model.safetensors")
     save_file({"model.norm.weight": other["model.norm.weight"]}, tmp_path / "more.safetensors")

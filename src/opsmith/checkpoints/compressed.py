@@ -35,8 +35,16 @@ def to_words(numbers: torch.Tensor, bits: int) -> torch.Tensor:
     return numbers.contiguous().view(torch.int32)
 
 
-def from_words(words: torch.Tensor, bits: int, k: int) -> torch.Tensor:
-    """The numbers [n, k] in words of rows."""
+def from_words(words: torch.Tensor, bits: int, k: int | None = None) -> torch.Tensor:
+    """The numbers [n, k] in words of rows, by default all that there are.
+
+    Raises:
+        ValueError: for what are no words.
+    """
+    if words.dtype != torch.int32 or words.dim() != 2:
+        raise ValueError(
+            f"its words must be int32 in rows and columns, got {words.dtype} {list(words.shape)}"
+        )
     numbers = words.contiguous().view(torch.uint8)
     if bits == 4:
         numbers = torch.stack((numbers & 15, numbers >> 4), 2).flatten(1)
@@ -120,10 +128,14 @@ def scheme_of(how: dict[str, Any], path: str) -> Scheme:
     """What a configuration says of a layer: of the groups of layers, the one that has its name, or else its class.
 
     Raises:
-        ValueError: none has.
+        ValueError: none has, or there are no groups.
     """
-    groups: list[Scheme] = list(how.get("config_groups", {}).values())
-    found = [(target, group) for group in groups for target in group.get("targets") or ()]
+    groups = how.get("config_groups")
+    if not isinstance(groups, dict) or not all(isinstance(group, dict) for group in groups.values()):
+        raise ValueError(f"config_groups must be groups of layers by name, got {str(groups)[:64]}")
+    found: list[tuple[str, Scheme]] = [
+        (target, group) for group in groups.values() for target in group.get("targets") or ()
+    ]
     named = [g for t, g in found if t == path or (t.startswith("re:") and re.match(t[3:], path))]
     for group in (*named, *(g for t, g in found if t == "Linear")):
         return group

@@ -19,6 +19,7 @@ from torch import nn
 from opsmith.checkpoints import compressed
 from opsmith.checkpoints.compressed import Parts, from_words
 from opsmith.checkpoints.empty import model_of, put, put_experts
+from opsmith.checkpoints.folder import one_line
 from opsmith.checkpoints.header import CheckpointError
 from opsmith.compiler.modules.mixtures import PackedMixture, experts_of
 from opsmith.ops import PackedExperts, PackedLinear
@@ -34,12 +35,11 @@ Make = Callable[[Parts, dict[str, Any]], PackedLinear]
 
 def _gptq(parts: Parts, how: dict[str, Any]) -> PackedLinear:
     group = _grouped(how.get("bits"), how.get("group_size"))
-    k = parts["qweight"].shape[0] * 8
-    n = parts["qweight"].shape[1]
-    zero = from_words(parts["qzeros"], 4, n).to(torch.int8)
-    if how.get("checkpoint_format", "gptq") == "gptq":
-        zero += 1  # saved as one less
-    q, groups = from_words(parts["qweight"].t(), 4, k), parts.get("g_idx")
+    if (form := how.get("checkpoint_format", "gptq")) not in ("gptq", "gptq_v2"):
+        raise ValueError(f"its checkpoint_format is {form!r}, where gptq and gptq_v2 are known")
+    q, groups = from_words(parts["qweight"].t(), 4), parts.get("g_idx")
+    zero = from_words(parts["qzeros"], 4, len(q)).to(torch.int8)
+    zero += form == "gptq"  # saved as one less
     return PackedLinear.from_int4(q, parts["scales"], zero, group_size=group, groups=groups)
 
 
@@ -47,8 +47,7 @@ def _awq(parts: Parts, how: dict[str, Any]) -> PackedLinear:
     group = _grouped(how.get("bits", how.get("w_bit")), how.get("group_size", how.get("q_group_size")))
     if (version := str(how.get("version", "gemm")).lower()) != "gemm":
         raise ValueError(f"its version is {version!r}, where gemm is known")
-    n = parts["qweight"].shape[1] * 8
-    words = (from_words(parts[name], 4, n).unflatten(1, (-1, 8)) for name in ("qweight", "qzeros"))
+    words = (from_words(parts[name], 4).unflatten(1, (-1, 8)) for name in ("qweight", "qzeros"))
     q, zero = (eights[..., _AWQ_ORDER].flatten(1) for eights in words)
     return PackedLinear.from_int4(q.t(), parts["scales"], zero.to(torch.int8), group_size=group)
 
@@ -119,7 +118,13 @@ def load(folder: Path, config: Any, dtype: torch.dtype) -> nn.Module:
         )
     make, ends, says = _METHODS[method]
     del config.quantization_config  # so that transformers makes a plain model
-    files, model = _Files(folder), model_of(config, dtype)
+    files = _Files(folder)
+    try:
+        model = model_of(config, dtype)
+    except CheckpointError:
+        raise
+    except Exception as error:  # transformers raises whatever a configuration leads to
+        raise CheckpointError(f"{folder / 'config.json'} makes no model: {one_line(error)}") from error
     for path, buffer in model.named_buffers():  # as what DeepSeek's router adds to its scores
         if (its := files.get(path)) is not None and its.shape == buffer.shape:
             buffer.copy_(its)
@@ -135,8 +140,8 @@ def load(folder: Path, config: Any, dtype: torch.dtype) -> nn.Module:
             packed = make(parts, compressed.scheme_of(how, path) if method == "compressed-tensors" else how)
             if (got := (packed.out_features, packed.in_features)) != shape:
                 raise ValueError(f"it is {list(got)} where the configuration says {list(shape)}")
-        except (KeyError, TypeError, ValueError) as error:
-            what = f"it has no {error}" if isinstance(error, KeyError) else str(error)
+        except Exception as error:  # whatever damaged tensors, or a configuration of others, lead to
+            what = f"it has no {error}" if isinstance(error, KeyError) else one_line(error)
             raise CheckpointError(f"{folder} does not load: {path}: {what}") from error
         return packed
 

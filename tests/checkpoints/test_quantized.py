@@ -98,6 +98,11 @@ def floats_of_compressed(n: int, k: int) -> tuple[Tensors, torch.Tensor]:
     return {"weight": numbers, "weight_scale": scale}, numbers.float() * scale
 
 
+def floats_of_one_scale(n: int, k: int) -> tuple[Tensors, torch.Tensor]:
+    numbers, scale = (torch.randn(n, k) * 16).to(torch.float8_e4m3fn), torch.rand(1) / 256
+    return {"weight": numbers, "weight_scale": scale, "input_scale": torch.rand(1)}, numbers.float() * scale
+
+
 def pairs_of_compressed(n: int, k: int) -> tuple[Tensors, torch.Tensor]:
     bytes_, scale = torch.randint(0, 256, (n, k // 2)).byte(), torch.randint(118, 123, (n, k // 32)).byte()
     values = torch.tensor([*FP4_VALUES])[torch.stack((bytes_ & 15, bytes_ >> 4), 2).flatten(1).int()]
@@ -127,6 +132,7 @@ KINDS: dict[str, Kind] = {
     "eight bits": (bytes_of_compressed, compressed(8), "int8"),
     "eight bits twice": (bytes_of_compressed, compressed(8, {"dynamic": True}), "int8_dynamic"),
     "floats": (floats_of_compressed, compressed(8), "fp8"),
+    "floats of one scale": (floats_of_one_scale, compressed(8, {"dynamic": False}), "fp8"),
     "floats of four bits": (pairs_of_compressed, compressed(4, group=32), "mxfp4"),
 }
 

@@ -146,16 +146,20 @@ def read(parts: Parts, scheme: Scheme) -> PackedLinear:
     """A layer of its tensors; these say themselves in which form they are."""
     weights, inputs = scheme.get("weights") or {}, scheme.get("input_activations")
     scale = parts["weight_scale"]
-    if inputs is not None and not inputs.get("dynamic"):
-        raise ValueError("its inputs are rounded by scales of the checkpoint, where dynamic ones are known")
     if scale.dtype == torch.uint8:
         return PackedLinear.from_float4(parts["weight_packed"], scale)
-    zero = parts.get("weight_zero_point")
+    whole, zero = parts.get("weight"), parts.get("weight_zero_point")
+    if (
+        whole is not None and zero is not None and bool(zero.float().any())
+    ):  # symmetric layers may have some, all 0
+        raise ValueError(_ZEROS)
+    if (
+        whole is not None and whole.dtype == torch.float8_e4m3fn
+    ):  # its inputs stay as they are, whatever rounds them
+        return PackedLinear.from_float8(whole, scale.float())
+    if inputs is not None and not inputs.get("dynamic"):
+        raise ValueError("its inputs are rounded by scales of the checkpoint, where dynamic ones are known")
     if "weight_packed" not in parts:
-        if zero is not None and bool(zero.float().any()):  # symmetric layers may have some, all 0
-            raise ValueError(_ZEROS)
-        if parts["weight"].dtype == torch.float8_e4m3fn:
-            return PackedLinear.from_float8(parts["weight"], scale.float())
         return PackedLinear.from_int8(parts["weight"], scale.float().flatten(), dynamic=inputs is not None)
     bits, group = weights.get("num_bits"), weights.get("group_size")
     if bits not in (4, 8):

@@ -130,13 +130,18 @@ def load(folder: Path, config: Any, dtype: torch.dtype) -> nn.Module:
             buffer.copy_(its)
 
     def parts_of(name: str) -> Parts:
-        return {end: t for end in ends if (t := files.get(name + end)) is not None}
+        parts = {end: t for end in ends if (t := files.get(name + end)) is not None}
+        scale, weight = parts.get("weight_scale"), parts.get("weight")
+        if scale is not None and weight is not None and scale.shape in ((), (1,)) and weight.dim() == 2:
+            parts["weight_scale"] = scale.reshape(1, 1).expand(len(weight), 1)  # one for the whole tensor
+        return parts
 
     def layer(shape: tuple[int, ...], path: str, *more: str, parts: Parts | None = None) -> PackedLinear:
         try:
             parts = parts or parts_of(f"{path}.")
-            for end in parts if more else ():
-                parts[end] = _rows(end, [parts[end], *(files.get(f"{other}.{end}") for other in more)])
+            if more:
+                each = (parts, *(parts_of(f"{other}.") for other in more))
+                parts = {end: _rows(end, [one.get(end) for one in each]) for end in parts}
             packed = make(parts, compressed.scheme_of(how, path) if method == "compressed-tensors" else how)
             if (got := (packed.out_features, packed.in_features)) != shape:
                 raise ValueError(f"it is {list(got)} where the configuration says {list(shape)}")

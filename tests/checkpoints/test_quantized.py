@@ -49,6 +49,18 @@ def gptq(n: int, k: int) -> tuple[Tensors, torch.Tensor]:
     return parts | {"g_idx": torch.arange(k, dtype=torch.int32) // GROUP}, weight
 
 
+def gptq_of_rows(n: int, k: int) -> tuple[Tensors, torch.Tensor]:
+    q, scale, zero, _ = four_bits(n, k)
+    parts = {"qweight": words(q).t(), "scales": scale[:1], "qzeros": words(zero[:1] - 1)}
+    return parts | {"g_idx": torch.zeros(k).int()}, (q - zero[:1].t()) * scale[:1].t().float()
+
+
+def words_of_rows(n: int, k: int) -> tuple[Tensors, torch.Tensor]:
+    q, scale, _, _ = four_bits(n, k)
+    parts = {"weight_packed": words(q), "weight_scale": scale[:1].t(), "weight_shape": torch.tensor([n, k])}
+    return parts, (q - 8) * scale[:1].t().float()
+
+
 def of_activations(k: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The groups of numbers that were taken in another order than they lie in, and where each was taken."""
     place = torch.randperm(k)
@@ -111,7 +123,7 @@ def pairs_of_compressed(n: int, k: int) -> tuple[Tensors, torch.Tensor]:
     ).repeat_interleave(32, 1)
 
 
-def compressed(bits: int, inputs: Any = None, group: int = GROUP) -> dict[str, Any]:
+def compressed(bits: int, inputs: Any = None, group: int | None = GROUP) -> dict[str, Any]:
     weights = {"num_bits": bits, "group_size": group}
     groups = {"group_0": {"weights": weights, "input_activations": inputs, "targets": ["Linear"]}}
     return {"quant_method": "compressed-tensors", "config_groups": groups}
@@ -125,9 +137,11 @@ KINDS: dict[str, Kind] = {
         {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": True},
         "int4",
     ),
+    "gptq, rows": (gptq_of_rows, {"quant_method": "gptq", "bits": 4, "group_size": -1}, "int4"),
     "awq": (awq, {"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm"}, "int4"),
     "fp8": (fp8, {"quant_method": "fp8", "weight_block_size": [128, 128]}, "fp8"),
     "four bits": (words_of_compressed, compressed(4), "int4"),
+    "four bits, rows": (words_of_rows, compressed(4, group=None), "int4"),
     "four bits, actorder": (words_of_activations, compressed(4), "int4"),
     "eight bits": (bytes_of_compressed, compressed(8), "int8"),
     "eight bits twice": (bytes_of_compressed, compressed(8, {"dynamic": True}), "int8_dynamic"),

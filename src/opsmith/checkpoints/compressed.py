@@ -168,8 +168,7 @@ def read(parts: Parts, scheme: Scheme) -> PackedLinear:
     q = from_words(parts["weight_packed"], bits, k)
     if bits == 4:
         zeros = None if zero is None else from_words(zero.t(), 4, n).to(torch.int8)
-        groups = parts.get("weight_g_idx")
-        return PackedLinear.from_int4(q, scale.t(), zeros, group_size=int(group or 0), groups=groups)
+        return four_bits(q, scale.t(), zeros, group, parts.get("weight_g_idx"))
     if "weight_g_idx" in parts:
         raise ValueError(
             "its 8 bits are in the order of activations (actorder), where 4 bits in it are known"
@@ -181,6 +180,16 @@ def read(parts: Parts, scheme: Scheme) -> PackedLinear:
             (q ^ 128).view(torch.int8), scale.float().flatten(), dynamic=inputs is not None
         )
     return _by_groups(q, scale, group)
+
+
+def four_bits(
+    q: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None, group: Any, groups: torch.Tensor | None
+) -> PackedLinear:
+    """Four bits by groups; where each row has one scale (no size, or -1), in any order, as groups that share it."""
+    if group in (None, -1) and scale.shape[0] == 1:
+        group, groups, count = GROUPS[-1], None, -(-q.shape[1] // GROUPS[-1])
+        scale, zero = scale.expand(count, -1), None if zero is None else zero.expand(count, -1)
+    return PackedLinear.from_int4(q, scale, zero, group_size=int(group or 0), groups=groups)
 
 
 def _by_groups(q: torch.Tensor, scale: torch.Tensor, group: int) -> PackedLinear:

@@ -40,7 +40,7 @@ def _gptq(parts: Parts, how: dict[str, Any]) -> PackedLinear:
     q, groups = from_words(parts["qweight"].t(), 4), parts.get("g_idx")
     zero = from_words(parts["qzeros"], 4, len(q)).to(torch.int8)
     zero += form == "gptq"  # saved as one less
-    return PackedLinear.from_int4(q, parts["scales"], zero, group_size=group, groups=groups)
+    return compressed.four_bits(q, parts["scales"], zero, group, groups)
 
 
 def _awq(parts: Parts, how: dict[str, Any]) -> PackedLinear:
@@ -49,7 +49,7 @@ def _awq(parts: Parts, how: dict[str, Any]) -> PackedLinear:
         raise ValueError(f"its version is {version!r}, where gemm is known")
     words = (from_words(parts[name], 4).unflatten(1, (-1, 8)) for name in ("qweight", "qzeros"))
     q, zero = (eights[..., _AWQ_ORDER].flatten(1) for eights in words)
-    return PackedLinear.from_int4(q.t(), parts["scales"], zero.to(torch.int8), group_size=group)
+    return compressed.four_bits(q.t(), parts["scales"], zero.to(torch.int8), group, None)
 
 
 def _fp8(parts: Parts, how: dict[str, Any]) -> PackedLinear:
@@ -62,10 +62,10 @@ def _mxfp4(parts: Parts, how: dict[str, Any]) -> PackedLinear:
     return PackedLinear.from_float4(parts["blocks"].flatten(1), parts["scales"])
 
 
-def _grouped(bits: Any, group: Any) -> int:
+def _grouped(bits: Any, group: Any) -> Any:
     if bits != 4:
         raise ValueError(f"it has {bits} bits, where 4 are known")
-    return int(group)
+    return group
 
 
 _METHODS: dict[

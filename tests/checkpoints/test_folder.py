@@ -51,6 +51,15 @@ def test_a_tensor_that_is_missing_is_named(tmp_path: Path) -> None:
         opsmith.load(tmp_path)
 
 
+def test_what_transformers_wants_a_library_for_is_said_to_be_read_without(tmp_path: Path) -> None:
+    llama(tmp_path)
+    how = {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 32}}
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | how))
+    with pytest.raises(CheckpointError, match=r"optimum.*few bits, which opsmith\.load reads"):
+        folder.load(tmp_path)
+
+
 def test_a_head_that_the_folders_model_does_without_is_random_and_said_to_be(tmp_path: Path) -> None:
     transformers.BertForMaskedLM(transformers.BertConfig(**SIZES)).save_pretrained(tmp_path)
     with pytest.warns(UserWarning, match=r"has no tensor for pooler\.dense\.bias and 1 others.*random"):

@@ -78,7 +78,11 @@ def load(folder: Path, config: Any = None) -> nn.Module:
                 **LOCAL,
             )
         except Exception as error:
-            raise CheckpointError(f"{folder} does not load: {one_line(error)}") from error
+            kept = getattr(config, "quantization_config", None) is not None
+            hint = (
+                "; its layers are in few bits, which opsmith.load reads without that library" if kept else ""
+            )
+            raise CheckpointError(f"{folder} does not load: {one_line(error)}{hint}") from error
     if info["mismatched_keys"]:
         name, there, wanted = min(info["mismatched_keys"])
         raise CheckpointError(

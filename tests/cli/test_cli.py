@@ -1,6 +1,7 @@
 """The command line as a whole: help, errors, and `--json`, which every verb shares."""
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -84,6 +85,15 @@ def test_an_error_is_one_line_and_status_1(run: Run, args: list[str], expected: 
     assert expected in err
     assert err.startswith("opsmith: ")
     assert err.count("\n") == 1
+
+
+def test_a_folder_that_cannot_be_written_is_said_before_the_work(
+    run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)
+    status, out, err = run("ops", f"--json={tmp_path / 'x.json'}")
+    assert (status, out) == (1, "")
+    assert "x.json (permission denied); name another file" in err
 
 
 def test_an_unexpected_error_shows_its_traceback_on_demand_only(

@@ -224,6 +224,7 @@ def test_a_folder_that_is_no_model_is_one_line(
         (["--config", "none.toml"], "none.toml can't be read"),
         (["--length", "8", "--budget", "0"], "budget must be a number of seconds above 0, got 0"),
         (["--batch", "0"], "see `opsmith optimize --help`"),
+        (["--plan", "/"], "--plan: / is a folder; name a file in it"),
         (["--plan", "/no/such/folder/plan.json"], "--plan: cannot write /no/such/folder/plan.json"),
     ],
 )

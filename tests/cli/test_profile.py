@@ -78,8 +78,10 @@ def test_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "profile: there is no folder" in capsys.readouterr().err
 
 
-def test_a_decoders_prompt_and_token_are_profiled(tmp_path: Path) -> None:
+def test_a_decoders_prompt_and_token_are_profiled(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     seeded(llama).save_pretrained(tmp_path / "model")
     out = tmp_path / "profile.json"
     assert main(["profile", str(tmp_path / "model"), "--length", "8", "--json", str(out)]) == 0
     assert [phase["name"] for phase in json.loads(out.read_text())["phases"]] == ["prefill", "decode"]
+    assert main(["profile", str(tmp_path / "model"), "--length", "8", "--dtype", "int8"]) == 1
+    assert "--dtype: PyTorch has no dtype 'int8' of floats" in capsys.readouterr().err

@@ -6,6 +6,7 @@ import contextlib
 import difflib
 import json
 import math
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -50,9 +51,7 @@ class Output:
     def __init__(self, json_to: str | None):
         self.json_to = json_to
         if json_to is not None and json_to != "-":
-            if Path(json_to).is_dir():
-                raise CommandError(f"--json: {json_to} is a folder; name a file in it")
-            check_folder("--json", Path(json_to))
+            check_target("--json", Path(json_to))
         width = None if sys.stdout.isatty() else 160  # a file or pipe has no width of its own
         self.console = Console(quiet=json_to == "-", highlight=False, markup=False, width=width)
 
@@ -86,12 +85,17 @@ def told(head: str = "", refusal: type[Exception] = ValueError) -> Iterator[None
         raise CommandError(f"{head}{error}") from error
 
 
-def check_folder(option: str, file: Path) -> None:
-    """Refuse a file whose folder does not exist before the work is done, not after it."""
+def check_target(option: str, file: Path) -> None:
+    """Refuse a file that cannot be written before the work is done, not after it."""
+    if file.is_dir():
+        raise CommandError(f"{option}: {file} is a folder; name a file in it")
     if not file.parent.is_dir():
         raise CommandError(
             f"{option}: cannot write {file} (there is no folder {file.parent}); name another file"
         )
+    place = file.resolve()
+    if not os.access(place if place.exists() and not place.is_file() else place.parent, os.W_OK):
+        raise CommandError(f"{option}: cannot write {file} (permission denied); name another file")
 
 
 def _plain(value: Any) -> Any:

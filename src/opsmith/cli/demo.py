@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from opsmith.cli import CommandError
-from opsmith.cli.common import Json, Output, check_folder
+from opsmith.cli.common import Json, Output, check_target
 
 SHAPES = ((1, 16), (1, 128), (32, 128), (8, 512))
 DTYPES = ("float32", "bfloat16")
@@ -30,7 +30,7 @@ def run(
     from opsmith.cli.minilm import Demo
 
     output = Output(json)
-    check_folder("--plan", plan)
+    check_target("--plan", plan)
     demo = Demo(output.console, SHAPES[:1] if quick else SHAPES, DTYPES[:1] if quick else DTYPES, not quick)
     data = demo.run(plan)
     output.finish(data)

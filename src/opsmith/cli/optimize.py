@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 
 from opsmith.cli import CommandError
-from opsmith.cli.common import Json, Output, check_folder, told
+from opsmith.cli.common import Json, Output, check_target, told
 
 if TYPE_CHECKING:
     import torch
@@ -63,7 +63,7 @@ def run(
     output = Output(json)
     console = output.console
     if plan is not None:
-        check_folder("--plan", plan)
+        check_target("--plan", plan)
     with told():
         settings = opsmith.Config.load(config) if config is not None else opsmith.Config()
     with console.status("loading the model"), told("optimize: "):

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from opsmith.cli import CommandError
-from opsmith.cli.common import check_folder
+from opsmith.cli.common import check_target
 
 _KINDS = (".svg", ".png")
 
@@ -18,7 +18,7 @@ def check_file(option: str, file: Path) -> None:
         raise CommandError(f"{option}: {file} is no {' or '.join(_KINDS)} file; name one")
     if importlib.util.find_spec("matplotlib") is None:
         raise CommandError(f"{option}: matplotlib draws the picture; pip install 'opsmith[plots]'")
-    check_folder(option, file)
+    check_target(option, file)
 
 
 def pyplot() -> Any:

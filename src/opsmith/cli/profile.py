@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from opsmith.cli import CommandError
-from opsmith.cli.common import Json, Output, check_folder, told
+from opsmith.cli.common import Json, Output, check_target, told
 
 if TYPE_CHECKING:
     from opsmith.profiler import Profile
@@ -49,7 +49,7 @@ def run(
     output = Output(json)
     for option, file in (("--html", html), ("--trace", trace)):
         if file is not None:
-            check_folder(option, file)
+            check_target(option, file)
     earlier, plan = _against(against)
     if target.suffix == ".py":
         if phase or plan is not None or optimized or dtype:
@@ -129,8 +129,10 @@ def _folder(
         import torch
 
         found = getattr(torch, dtype, None)
-        if not isinstance(found, torch.dtype):
-            raise CommandError(f"profile: --dtype: PyTorch has no dtype {dtype!r}")
+        if not isinstance(found, torch.dtype) or not found.is_floating_point:
+            raise CommandError(
+                f"profile: --dtype: PyTorch has no dtype {dtype!r} of floats; name one, as bfloat16"
+            )
         model.to(found)
     with told(), told(refusal=TypeError):
         if optimized:

@@ -88,7 +88,13 @@ def trace(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
         result = pytree.tree_leaves(call(*again, **named))
         return [leaf for leaf in result if isinstance(leaf, torch.Tensor)]
 
-    tracer = make_fx(run, pre_dispatch=True, tracing_mode="real", _allow_non_fake_inputs=True)
+    tracer = make_fx(
+        run,
+        pre_dispatch=True,
+        tracing_mode="real",
+        _allow_non_fake_inputs=True,
+        _error_on_data_dependent_ops=False,  # tensors are real, so the call takes the way that it takes untraced
+    )
     with torch.no_grad(), torch.random.fork_rng(devices=range(torch.cuda.device_count())):
         traced = tracer(*[leaves[i] for i in places])
     note_constants(traced)

@@ -145,8 +145,6 @@ def _training(name: str, model: Any, args: tuple[Any, ...], kwargs: dict[str, An
             kwargs = {**kwargs, "labels": ids}
     if _takes(model, "use_cache"):
         kwargs = {"use_cache": False, **kwargs}
-    # While a model is traced, a cache spares the search for packed sequences, which looks at values.
-    traced = {k: v for k, v in kwargs.items() if k != "use_cache"}
     state: dict[str, Any] = {}
 
     def loss() -> torch.Tensor:
@@ -172,7 +170,7 @@ def _training(name: str, model: Any, args: tuple[Any, ...], kwargs: dict[str, An
         state.pop("loss", None)
         model.zero_grad(set_to_none=True)
 
-    return Work(name, run, model, args, traced, before=before, after=after, close=_kept(model))
+    return Work(name, run, model, args, kwargs, before=before, after=after, close=_kept(model))
 
 
 def _takes(model: Any, argument: str) -> bool:

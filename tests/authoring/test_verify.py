@@ -134,9 +134,27 @@ def test_the_command_prints_a_table_and_the_smallest_failing_case(
     ]
     assert heads == ["turn_cpu_tail", "dtype", *checks, "error / bound"]
     assert re.search(r"native +float32 +\d of 8 failed", out)
-    assert re.search(r"start with the smallest: turn_cpu_tail native, float32, values of sample '1x2'", err)
+    assert re.search(r"start with the smallest: turn_cpu_tail native, values of sample '1x2', float32", err)
     assert main(["bench", str(folder), "--dtype", "float32"]) == 1  # a wrong result has no time
     assert "unwritten output" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not find_compiler(), reason="there is no C++ compiler")
+@pytest.mark.skipif(kernels.INTERPRETED, reason="the interpreter has the CPU")
+def test_a_kernel_that_does_not_compile_is_a_failure(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = normed_turn.write(
+        tmp_path, "turn_uncompiled", cpu={"double sum = 0;": "double sum = nought;"}, backends=("cpu",)
+    )
+    with pytest.warns(
+        RuntimeWarning, match="'nought' was not declared.*\nUntil then turn_uncompiled computes in"
+    ):
+        project.load(folder).CARD.function(torch.randn(3, 8), torch.randn(8), torch.randn(8))
+    assert main(["verify", str(folder), "--dtype", "float32", "--quick"]) == 1
+    assert re.search(
+        "turn_uncompiled native, compiles: .*cpp:[0-9]+: 'nought' was not", capsys.readouterr().err
+    )
 
 
 def test_opcheck_and_gradcheck_look_at_the_projects_own_entries(turned: Callable[[str], Path]) -> None:

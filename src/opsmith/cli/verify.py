@@ -73,20 +73,21 @@ def run(
         first = min(red, key=lambda f: f.elements)
         raise CommandError(
             f"verify: {len(red)} of {len(findings)} checks failed; start with the smallest: {first.operator} "
-            f"{first.implementation}, {first.dtype}, {first.check} of sample {first.sample!r}: {first.why}"
+            f"{first.implementation}, {first.place}: {first.why}"
         )
     output.console.print(f"{len(findings)} checks passed", style="green")
 
 
 def elsewhere(console: Console, folder: str, dtype: list[str] | None, quick: bool) -> Iterator[list[Finding]]:
-    """What is found of a project's kernels that this machine cannot run itself.
+    """What is found of a project's kernels that do not compile, or that this machine cannot run itself.
 
     Without a GPU, Triton's interpreter runs its Triton kernels; those for devices that are not here run emulated, where
     their back end can.
     """
     from opsmith.authoring.project import cards_of, load
-    from opsmith.authoring.project.checks import emulated, interpreted, needs_interpreter
+    from opsmith.authoring.project.checks import emulated, interpreted, needs_interpreter, unbuilt
 
+    yield list(unbuilt(folder))
     chosen = [one for card in cards_of(load(folder)) for one in dtypes_of(card, dtype)] if dtype else []
     if needs_interpreter(Path(folder)):
         with console.status("Triton's interpreter"):
@@ -119,8 +120,6 @@ def _print(console: Console, findings: list[Finding]) -> None:
         smallest.setdefault((finding.implementation, finding.check), finding)
     for finding in smallest.values():
         console.print(
-            f"    {finding.implementation}, {finding.check}, {finding.dtype}: sample {finding.sample!r}: {finding.why}",
-            markup=False,
-            soft_wrap=True,
+            f"    {finding.implementation}, {finding.place}: {finding.why}", markup=False, soft_wrap=True
         )
     console.print()

@@ -167,8 +167,8 @@ def refuse(findings: Iterable[Finding]) -> None:
     """Raise WrongResult for the failure on the smallest sample, where there is one: what is wrong has no speed."""
     red = min((f for f in findings if not f.ok), key=lambda f: f.elements, default=None)
     if red is not None:
-        what = f"{red.check} of sample {red.sample!r}, {red.dtype}"
-        raise measure.WrongResult(f"{red.operator} {red.implementation}", what, red.why, red.error, red.bound)
+        name = f"{red.operator} {red.implementation}"
+        raise measure.WrongResult(name, red.place, red.why, red.error, red.bound)
 
 
 @dataclass(frozen=True)

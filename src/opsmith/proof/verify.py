@@ -45,6 +45,11 @@ class Finding:
     bound: float = 0.0
     why: str = ""
 
+    @property
+    def place(self) -> str:
+        """What was checked: on a sample in a dtype, or of all calls."""
+        return f"{self.check} of sample {self.sample!r}, {self.dtype}" if self.sample else self.check
+
 
 def verify(
     card: Operator,

@@ -16,6 +16,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -160,6 +161,10 @@ class Kernels:
             torch.ops.load_library(library)
             direct.begin(library)
         except (build.BuildError, OSError) as error:
+            said = str(error).partition("\n")[0]
+            warnings.warn(
+                f"{said}\nUntil then {self.name} computes in plain PyTorch.", RuntimeWarning, stacklevel=2
+            )
             return str(error)
         return True
 

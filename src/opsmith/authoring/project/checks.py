@@ -19,7 +19,7 @@ from opsmith.authoring.project import Kernels, answer_of, cards_of, kernels_of, 
 from opsmith.backends import Backend, installed
 from opsmith.call.arguments import short
 from opsmith.kernels import triton
-from opsmith.kernels.compiler import BuildError
+from opsmith.kernels.compiler import BuildError, find_compiler
 from opsmith.operator import Make, Operator, Sample
 from opsmith.proof.conduct import conduct
 from opsmith.proof.verify import Finding, elements_of, examine, finding_of, forward, verify
@@ -37,9 +37,19 @@ def verify_project(folder: str | Path) -> Iterator[Finding]:
     for card in cards_of(load(folder)):
         yield from verify(card)
         yield from conduct(card, card.dtypes[0])
+    yield from unbuilt(folder)
     if needs_interpreter(folder):
         yield from interpreted(folder)
     yield from emulated(folder)
+
+
+def unbuilt(folder: str | Path) -> Iterator[Finding]:
+    """Yield a finding for every CPU kernel that the compiler here refuses: PyTorch answers for it, and is right."""
+    for kernels in () if triton.INTERPRETED or find_compiler() is None else kernels_of(load(folder)):
+        there = not kernels.source("cpu").exists() or kernels.offers("cpu")
+        if there is not True:
+            why = str(there).partition("\n")[0]
+            yield Finding(kernels.name, "native", "", "", 0, "compiles", False, math.inf, 0.0, why)
 
 
 def needs_interpreter(folder: str | Path) -> bool:

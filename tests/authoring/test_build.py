@@ -231,6 +231,8 @@ def test_names_that_are_taken_or_none(tmp_path: Path) -> None:
         Signature.of("f", {"x": "N"}, {"y": "N"}, {}, ["float32 float32 bool"], [])
     with pytest.raises(ValueError, match="'N\\+1' is no size"):
         Signature.of("f", {"x": "N+1"}, {"y": "N"}, {}, ["float32"], [])
+    with pytest.raises(ValueError, match=r"y: no input has size 'M': expected a number or \.\.\., N"):
+        Signature.of("f", {"x": "... N", "w": "N 4"}, {"y": "... M"}, {}, ["float32"], [])
     with pytest.raises(ValueError, match="gradients names 'z', which is no input: x"):
         Signature.of("f", {"x": "N"}, {"y": "N"}, {}, ["float32"], ["z"])
     with pytest.raises(ValueError, match=r"has no operator.py; `opsmith new` writes one"):

@@ -212,8 +212,14 @@ class Signature:
             raise ValueError(
                 f"{name}: gradients names {unknown[0]!r}, which is no input: {', '.join(inputs)}"
             )
-        for key, words in (*inputs.items(), *outputs.items()):
-            _sizes(name, key, words)
+        known = dict.fromkeys(size for key, words in inputs.items() for size in _sizes(name, key, words))
+        for key, words in outputs.items():
+            for size in _sizes(name, key, words):
+                if isinstance(size, str) and size not in known:
+                    there = ", ".join(s for s in known if isinstance(s, str))
+                    raise ValueError(
+                        f"{name}: {key}: no input has size {size!r}: expected a number or {there}"
+                    )
         numbers = [Number(key, float if value is None else type(value)) for key, value in attributes.items()]
         slopes, saved = [Slope(key) for key in outputs], [Saved(key) for key in (*inputs, *attributes)]
         backward = Gradient("backward", (*slopes, *saved), tuple(map(Made, gradients)))

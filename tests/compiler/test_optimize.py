@@ -316,6 +316,33 @@ def test_graph_breaks_are_bridged() -> None:
         truth.check(model(numbers(5, 6, WIDTH)), numbers(5, 6, WIDTH))
 
 
+class _Layer(Feed):
+    """A layer in which the graph breaks."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.up(x)
+        torch._dynamo.graph_break()
+        z: torch.Tensor = self.norm(self.down(nn.functional.gelu(y)) + x)
+        return z
+
+
+@torch.no_grad()
+def test_layers_that_run_one_graph_in_turn_keep_a_program_each() -> None:
+    """Whose code is captured once, with weights as inputs: to begin anew with each layer's took longer than eager."""
+    model, x = seeded(lambda: nn.Sequential(*[_Layer() for _ in range(3)])), numbers(3, 4, WIDTH)
+    optimized(model, x)
+    graphs = model.opsmith.graphs
+    before = [dict(graph.programs.by_key) for graph in graphs]
+    assert len(graphs) == 6  # two of each layer
+    for _ in range(2):
+        torch.testing.assert_close(model(x), model._call_impl(x))
+    assert [graph.programs.by_key for graph in graphs] == before
+    for layer in model:  # the graph of weights that are gone serves those that came in their place
+        layer.up.weight = nn.Parameter(layer.up.weight + 1)
+        torch.testing.assert_close(model(x), model._call_impl(x))
+    assert len(graphs) == 6
+
+
 class _Cube(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:

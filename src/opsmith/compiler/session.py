@@ -163,20 +163,14 @@ class Session:
         show(f"looking for operators in a graph of {len(gm.graph.nodes)} calls")
         try:
             traced = capture(gm, example_inputs, self.capturing.general)
-            make = partial(
-                CompiledGraph,
-                traced,
-                recognize(traced.graph, registry().values()),
-                gm,
-                example_inputs,
-                self.selector,
-                self.proofs,
-                partial(self._sites, example_inputs),
-                self.adjacent.lay,
-            )
-            run = (
-                Apart(make, self.graphs.append) if self.capturing.general and self.capturing.paged else make()
-            )
+            found = recognize(traced.graph, registry().values())
+
+            def make(inputs: Sequence[Any]) -> CompiledGraph:
+                more, lay = partial(self._sites, inputs), self.adjacent.lay
+                return CompiledGraph(traced, found, gm, inputs, self.selector, self.proofs, more, lay)
+
+            ones = self.capturing.general and self.capturing.paged
+            return Apart(make, self.graphs.append, example_inputs, ones)
         except NotGeneral:
             raise
         except Exception as error:  # of ours: the model has been read by Dynamo
@@ -184,9 +178,6 @@ class Session:
             return gm.forward
         finally:
             show()
-        if isinstance(run, CompiledGraph):
-            self.graphs.append(run)
-        return run
 
     def _sites(
         self, inputs: Sequence[Any], gm: fx.GraphModule, effects: Effects, found: Sequence[Site]

@@ -76,14 +76,14 @@ class Weights:
 
     def __init__(self, examples: Sequence[Any] = (), gone: Callable[[], None] = lambda: None) -> None:
         self._gone = gone
-        self._at = [
+        self.at = [
             i for i, e in enumerate(examples) if isinstance(e, torch.nn.Parameter) and not e.is_inference()
         ]
         self.clear()
 
     def others(self, examples: Sequence[Any]) -> list[int]:
         """Where inputs are tensors and no weights."""
-        return [i for i, e in enumerate(examples) if isinstance(e, torch.Tensor) and i not in self._at]
+        return [i for i, e in enumerate(examples) if isinstance(e, torch.Tensor) and i not in self.at]
 
     def clear(self) -> None:
         """Let go of all weights."""
@@ -96,16 +96,21 @@ class Weights:
 
     def changed(self, args: Sequence[Any]) -> bool:
         """True when a weight is not the one that was taken: loaded anew, trained, replaced or moved."""
-        return self._seen.changed([args[i] for i in self._at], bool(self._packed or self._made))
+        return self._seen.changed([args[i] for i in self.at], bool(self._packed or self._made))
 
     def take(self, args: Sequence[Any]) -> None:
         """The weights as they are in this call."""
         self.clear()
-        weights = [args[i] for i in self._at]
+        weights = [args[i] for i in self.at]
         self._parameters = [weakref.ref(w, lambda _: self._gone()) for w in weights]
         self._seen = Seen(weights)
         self._known = {w.data_ptr(): w for w in self._seen.held}
         self._bytes = sum(w.nbytes for w in self._known.values())
+
+    @property
+    def held(self) -> bool:
+        """Whether any are taken."""
+        return bool(self._parameters)
 
     @property
     def places(self) -> set[int]:

@@ -47,8 +47,8 @@ class CompiledGraph:
         lay: Lay = lambda weights: False,
     ):
         self.original = gm
-        self._weights = Weights(examples, self.close)
-        self.sites = Sites(gm, found, selector, self._weights, more)
+        self.weights = Weights(examples, self.close)
+        self.sites = Sites(gm, found, selector, self.weights, more)
         self.report = self.sites.report
         self.programs = Programs([n for n in gm.graph.nodes if n.op == "placeholder"])
         self.plans = self.programs.plans
@@ -62,7 +62,7 @@ class CompiledGraph:
         self._gpu = gpu_of(examples)
         steady = not (self._changed or self.sites.effects.random)
         self.recordings = (
-            Recordings(self._weights.others(examples))
+            Recordings(self.weights.others(examples))
             if selector.config.cuda_graphs and steady and self._gpu is not None
             else None
         )
@@ -74,7 +74,7 @@ class CompiledGraph:
             return self._training(args)
         key = self.programs.key(args)
         program = self.programs.find(key)
-        if program is UNSEEN or self._weights.changed(args):
+        if program is UNSEEN or self.weights.changed(args):
             return self._first(key, args)
         if self.recordings is not None:
             with current(self._gpu):
@@ -126,18 +126,23 @@ class CompiledGraph:
 
     def _take_weights(self, args: Sequence[Any]) -> None:
         """Begin anew where a weight is not what it was."""
-        if self._weights.changed(args):
+        if self.weights.changed(args):
             given = dict(zip(self.original.graph.find_nodes(op="placeholder"), args, strict=True))
             for known in self.sites.values():
                 if side_by_side := weights(known.site):  # which other memory than before may have parted
                     self._lay([given[n] for n in side_by_side])
-            self._weights.take(args)
+            self.weights.take(args)
             self._forget()
+
+    @property
+    def idle(self) -> bool:
+        """Whether it had weights, which are gone."""
+        return bool(self.weights.at) and not self.weights.held
 
     def close(self) -> None:
         """Let go of the weights, whose model may be gone; called again, the graph begins anew."""
         with self._lock:
-            self._weights.clear()
+            self.weights.clear()
             self._forget()
         measure.trim_later()
 
@@ -182,7 +187,7 @@ class CompiledGraph:
             steps.append(PlanStep(name, card.name, signature(card, call), *found))
             return card, self._selector.implementation(card, choice.implementation)
 
-        known = choose, self._weights, self.programs.buffers, free
+        known = choose, self.weights, self.programs.buffers, free
         program, result = Recorder(self.rewritten, rehearsal.again(), *known).run()
         for step in steps:
             step.slot = program.taken.get(step.site)
@@ -237,32 +242,46 @@ class CompiledGraph:
 
 
 class Apart:
-    """A captured graph that serves a prompt and a token, a size of one: two matters, each studied by itself."""
+    """A captured graph that serves several matters, each studied by itself.
 
-    def __init__(self, make: Callable[[], CompiledGraph], made: Callable[[CompiledGraph], None]):
-        self._make, self._made = make, made
-        self._graphs: dict[Key, CompiledGraph] = {}  # by which numbers are one
+    Layers that are alike, each with weights of its own, where the model's graph breaks in one of them; and a prompt
+    and a token, where `ones` says so: which numbers are one decides.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[Sequence[Any]], CompiledGraph],
+        made: Callable[[CompiledGraph], None],
+        examples: Sequence[Any],
+        ones: bool,
+    ):
+        self._make, self._made, self._ones = make, made, ones
+        self._graphs: dict[Key, CompiledGraph] = {}  # by matter
         self._lock = threading.Lock()
-        self._first = make()  # for whatever comes first
+        self._first = make(examples)  # for whatever comes first
         made(self._first)
 
     def __call__(self, *args: Any) -> Any:
-        ones = tuple([n == 1 for n in self._first.programs.key(args)])
-        return (self._graphs.get(ones) or self._of(ones))(*args)
+        matter = tuple([id(args[i]) for i in self._first.weights.at])
+        if self._ones:
+            matter += tuple([n == 1 for n in self._first.programs.key(args)])
+        return (self._graphs.get(matter) or self._of(matter, args))(*args)
 
     @property
     def left(self) -> bool:
         """Whether all of them are."""
         return all(graph.left for graph in self._graphs.values())
 
-    def _of(self, ones: Key) -> CompiledGraph:
+    def _of(self, matter: Key, args: Sequence[Any]) -> CompiledGraph:
         with self._lock:
-            if ones not in self._graphs:
-                graph = self._make() if self._graphs else self._first
-                if self._graphs:
-                    self._made(graph)
-                self._graphs[ones] = graph
-            return self._graphs[ones]
+            if matter not in self._graphs:
+                gone = next((m for m, graph in self._graphs.items() if graph.idle), None)
+                if gone is None and self._graphs:
+                    self._graphs[matter] = self._make(args)
+                    self._made(self._graphs[matter])
+                else:
+                    self._graphs[matter] = self._first if gone is None else self._graphs.pop(gone)
+            return self._graphs[matter]
 
 
 def _load_kernels(sites: Sites, args: Sequence[Any], training: bool) -> None:

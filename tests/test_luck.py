@@ -315,6 +315,30 @@ def test_a_fork_after_use() -> None:
     assert [ended(child) for child in [forked(work) for _ in range(3)]] == [0] * 3
 
 
+FORKS = """
+    import os, sys, time, torch
+    from opsmith import ops
+    x, first = torch.randn(4, 64), os.getpid()
+    ops.layer_norm(x)
+    if os.fork() == 0:
+        sys.exit()  # unlike os._exit, as a server's workers do
+    os.wait()
+    ops.silu_mul(x, x)  # of another library
+    print("parent", flush=True)
+    if os.fork() == 0:
+        while os.getppid() == first:
+            time.sleep(0.01)
+        ops.gelu(x)
+        print("child", flush=True)
+    """
+
+
+def test_of_parent_and_fork_either_may_end_first() -> None:
+    """What a library is known by is written anew in each: none takes it from the other."""
+    got = python(FORKS)
+    assert (got.stdout, got.stderr) == (b"parent\nchild\n", b"")
+
+
 # Memory
 
 

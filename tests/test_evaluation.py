@@ -23,6 +23,7 @@ TOKENS = ids(1, 83)[0]
 def model(seed: int = 0) -> Any:
     """A small Llama whose predictions differ from each other: with its first random weights all are alike."""
     made = seeded(llama, seed)
+    made.config.max_position_embeddings = 128
     with torch.no_grad():
         made.lm_head.weight.mul_(30)
     return made
@@ -240,6 +241,11 @@ class NotFinite(Plain):
             ValueError,
             "window must be a number of tokens, 2 or more, got 1",
             lambda m: (m, TOKENS, {"window": 1}),
+        ),
+        (
+            ValueError,
+            "window must be 128 at most, .*got 130",
+            lambda m: (m, TOKENS.repeat(2), {"window": 130}),
         ),
         (TypeError, r"ids must be integers .*got torch\.float32", lambda m: (m, TOKENS.float(), {})),
         (TypeError, "expected a text or ids, got object", lambda m: (m, object(), {})),

@@ -122,7 +122,7 @@ def evaluate(
             what the tokenizer puts in front of every text; ids are taken as they are.
         against: another model of the same vocabulary, such as the one before quantization. Both run window by window,
             and no more than one window's logits of each are held.
-        window: tokens in each window; the last may have fewer.
+        window: tokens in each window, at most as many as the model has positions; the last may have fewer.
         tokenizer: for a text; found by `model.name_or_path` where it is left out.
 
     Raises:
@@ -138,7 +138,7 @@ def evaluate(
     if isinstance(window, bool) or not isinstance(window, int) or window < 2:
         raise ValueError(f"evaluate: window must be a number of tokens, 2 or more, got {window!r}")
     windows = _windows(model, text_or_ids, window, tokenizer)
-    _check_vocabularies([size for one in models if (size := _vocabulary(one))])
+    _check_vocabularies([size for one in models if (size := _said(one, "vocab_size"))])
     measured = []
     with _evaluating(models):
         for tokens in windows:
@@ -210,7 +210,7 @@ class _Logits:
         self._named = "input_ids" in names
         self._options = {"use_cache": False} if "use_cache" in names else {}
         self.at_once = len(tokens)
-        vocabulary = _vocabulary(model)
+        vocabulary = _said(model, "vocab_size")
         if "logits_to_keep" in names and vocabulary:
             self.at_once = max(1, _AT_ONCE // (4 * vocabulary))
 
@@ -232,10 +232,11 @@ class _Logits:
         return logits[0] if part else logits[0, first:last]
 
 
-def _vocabulary(model: nn.Module) -> int | None:
+def _said(model: nn.Module, name: str) -> int | None:
+    """A number of the model's configuration, if it has it."""
     config = getattr(model, "config", None)
     text = getattr(config, "get_text_config", lambda: config)()
-    size = getattr(text, "vocab_size", None)
+    size = getattr(text, name, None)
     return size if isinstance(size, int) else None
 
 
@@ -263,7 +264,7 @@ def _evaluating(models: Sequence[nn.Module]) -> Iterator[None]:
 def _windows(model: nn.Module, given: Any, window: int, tokenizer: Any) -> list[torch.Tensor]:
     """The tokens of each window, two or more."""
     before, rows = beginning_and_rows("evaluate", model, given, tokenizer)
-    size = _vocabulary(model)
+    size = _said(model, "vocab_size")
     if size is not None and rows.numel() and not 0 <= int(rows.min()) <= int(rows.max()) < size:
         wrong = rows[(rows < 0) | (rows >= size)][0]
         raise ValueError(f"evaluate: ids must be from 0 to {size - 1}, the model's vocabulary, got {wrong}")
@@ -276,5 +277,10 @@ def _windows(model: nn.Module, given: Any, window: int, tokenizer: Any) -> list[
     if not (windows := [one for one in windows if len(one) > 1]):
         raise ValueError(
             "evaluate: a text of at least two tokens is needed: the first is what the second is predicted from"
+        )
+    most, longest = _said(model, "max_position_embeddings"), max(map(len, windows))
+    if most is not None and 0 < most < longest:
+        raise ValueError(
+            f"evaluate: window must be {most} at most, as many positions as the model has, got {longest}"
         )
     return windows

@@ -48,8 +48,8 @@ def test_rounding_for_a_text_changes_results_less_on_another_one() -> None:
     assert {name for name, layer in calibrated.items() if layer.result_error is None} == {"lm_head"}
     assert all(layer.result_error is None for layer in layers.values())
     other = ids(1, 300, seed=5)
-    before = opsmith.evaluate(plain, other, against=original, window=100).kl
-    after = opsmith.evaluate(made, other, against=original, window=100).kl
+    before = opsmith.evaluate(plain, other, against=original, window=64).kl
+    after = opsmith.evaluate(made, other, against=original, window=64).kl
     assert before is not None
     assert after is not None
     assert after < 0.5 * before

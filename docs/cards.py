@@ -36,6 +36,14 @@ def on_files(files: Any, config: Any) -> None:
             files.append(File.generated(config, f"operators/{picture(card)}", content=drawn(card)))
 
 
+def on_nav(nav: Any, **_: Any) -> None:
+    """Called by MkDocs once: what a newcomer reads comes first, records of decisions last."""
+    places = {"Guide": 1, "Decisions": 3}
+    nav.items.sort(key=lambda item: places.get(item.title, 2) if item.is_section else 0)
+    for guide in [item for item in nav.items if item.title == "Guide"]:
+        guide.children.sort(key=lambda page: page.file.name != "getting-started")
+
+
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Called by MkDocs for each page."""
     markdown = markdown.replace("<!-- operators -->", overview(registry().values()))

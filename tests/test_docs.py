@@ -129,3 +129,17 @@ def test_what_concludes_nothing_is_no_number(cards: ModuleType) -> None:
     assert cards.row(benchmark)[3:] == ("no conclusion", None, {"eager": "5.00"})
     benchmark["ratios"]["cold"]["mine / eager"]["verdict"] = "no difference"
     assert cards.row(benchmark)[5] == {"eager": "no difference"}
+
+
+def test_what_a_newcomer_reads_comes_first(cards: ModuleType) -> None:
+    def section(title: str, *pages: str) -> SimpleNamespace:
+        children = [SimpleNamespace(file=SimpleNamespace(name=page)) for page in pages]
+        return SimpleNamespace(is_section=True, title=title, children=children)
+
+    home = SimpleNamespace(is_section=False, title=None)
+    nav = SimpleNamespace(
+        items=[home, section("Course"), section("Decisions"), section("Guide", "faq", "getting-started")]
+    )
+    cards.on_nav(nav)
+    assert [item.title for item in nav.items] == [None, "Guide", "Course", "Decisions"]
+    assert [page.file.name for page in nav.items[1].children] == ["getting-started", "faq"]

@@ -160,8 +160,8 @@ class _Parser:
         ):
             return declared or node.shape
         raise FormulaError(
-            f"output {self.output} is declared {shown(declared)}, but its formula gives {shown(node.shape)}:\n"
-            f"  {self.output} = {self.text}"
+            f"output {self.output} is declared {shown(declared)}, but its formula gives {shown(node.shape)}; "
+            f"change either\n  {self.output} = {self.text}"
         )
 
     def refuse(self, at: int, why: str) -> NoReturn:

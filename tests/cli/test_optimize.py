@@ -238,6 +238,15 @@ def test_a_wrong_option_is_one_line(
     assert "--debug" not in err
 
 
+def test_more_tokens_than_positions_are_refused_before_the_work(
+    folders: dict[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["optimize", str(folders["llama"]), "--length", "8", "--new-tokens", "64"]) == 1
+    captured = capsys.readouterr()
+    assert "--new-tokens 64 leaves no prompt in the model's 64 positions; name fewer" in captured.err
+    assert captured.out == ""
+
+
 def test_a_file_is_not_a_folder(folders: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["optimize", str(folders["bert"] / "config.json")]) == 1
     assert "is a file; name the folder it lies in" in capsys.readouterr().err

@@ -69,6 +69,11 @@ def run(
     with console.status("loading the model"), told("optimize: "):
         model = hf.load(path)
         examples = [hf.tokens(model.config, batch, length, seed) for seed in range(3)]
+    writer: Any = model
+    writes = new > 1 and writer.can_generate()
+    most = getattr(writer.config.get_text_config(), "max_position_embeddings", None)
+    if writes and most and new >= most:
+        raise CommandError(f"--new-tokens {new} leaves no prompt in the model's {most} positions; name fewer")
     parameters = sum(p.numel() for p in model.parameters())
     console.print(f"{type(model).__name__}, {parameters / 1e6:.1f} million parameters", markup=False)
     with torch.no_grad():
@@ -111,10 +116,10 @@ def run(
     title = str(_dtype_of(original)).removeprefix("torch.") + (f", {format} weights" if format else "")
     models.print_times(console, title, {shape: result})
     writing = {}
-    writer: Any = model
-    if new > 1 and writer.can_generate():
+    if writes:
         with console.status("generating"):
-            writing = _written(console, original, writer, examples[0]["input_ids"], new)
+            ids = examples[0]["input_ids"][:, : most and most - new]
+            writing = _written(console, original, writer, ids, new)
     if plan is not None:
         console.print(f"plan saved to {session.plan.save(plan)}", markup=False)
     output.finish(
@@ -149,8 +154,6 @@ def _written(console: Console, original: Any, model: Any, ids: torch.Tensor, new
     from opsmith.cli.common import speedup, time_of
     from opsmith.cli.llm.generator import generate
 
-    most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    ids = ids[:, : max(1, most - new)] if most else ids
     turns = [[generate(one, ids, new) for one in (original, model)] for _ in range(1 + _ROUNDS)]
     eager, ours = (
         {"first": [run.first for run in runs], "token": [statistics.median(run.steps) for run in runs]}

@@ -200,11 +200,41 @@ class Patches(nn.Module):
 
 
 @torch.no_grad()
-def test_the_height_of_images_varies_once_it_has_varied() -> None:
+def test_the_sizes_of_images_vary_once_they_have_varied() -> None:
     model = Patches().eval()
     opsmith.optimize(model, torch.randn(2, 3, 8, 6), config=UNTIMED)
     assert model.opsmith is not None
-    for rows, height, graphs in ((2, 8, 1), (3, 8, 1), (2, 10, 2), (2, 12, 2), (3, 14, 2), (2, 8, 2)):
-        x = torch.randn(rows, 3, height, 6)
+    sizes = ((2, 8, 6), (3, 8, 6), (2, 10, 6), (2, 12, 6), (3, 14, 6), (2, 8, 6), (2, 10, 12), (2, 10, 14))
+    for (rows, *size), graphs in zip(sizes, (1, 1, 2, 2, 2, 2, 3, 3), strict=True):
+        x = torch.randn(rows, 3, *size)
         torch.testing.assert_close(model(x), model._call_impl(x))
-        assert len(model.opsmith.graphs) == graphs, (rows, height)
+        assert len(model.opsmith.graphs) == graphs, (rows, size)
+
+
+class Loop(nn.Module):
+    """A step after the other, which Dynamo unrolls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        state = torch.zeros_like(x[:, 0])
+        for i in range(x.shape[1]):
+            state = self.norm(state + x[:, i])
+        return state
+
+
+@torch.no_grad()
+def test_lengths_that_are_captured_one_by_one_end_in_the_models_own_code(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("opsmith.compiler.entry._OFTEN", 3)
+    model = Loop().eval()
+    opsmith.optimize(model, torch.randn(2, 3, 8), config=UNTIMED)
+    assert model.opsmith is not None
+    for length in (*range(4, 8), 3):
+        x = torch.randn(2, length, 8)
+        torch.testing.assert_close(model(x), model._call_impl(x))
+    assert len(model.opsmith.parts) == 3
+    assert "after 3 captures" in str(model.opsmith.report)

@@ -8,6 +8,7 @@ import logging
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -34,8 +35,8 @@ def entry(model: nn.Module, session: Session) -> Callable[..., Any]:
     """The model's call through Dynamo: sizes dynamic from the start, except what belongs to the model.
 
     An epsilon or a dropout rate is part of the model, and so is the length of a feature vector (the last
-    dimension of a floating-point input): as inputs they would hide the arithmetic. An image's other sizes are too until
-    they vary; formulas of windows of any height take Dynamo half a minute.
+    dimension of a floating-point input): as inputs they would hide the arithmetic. An image's sizes are too until they
+    vary; formulas of windows of any height take Dynamo half a minute.
     """
 
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -52,6 +53,7 @@ def entry(model: nn.Module, session: Session) -> Callable[..., Any]:
     own: set[tuple[Any, ...]] = (
         set()
     )  # calls, whatever their sizes, of which no graph is better than the model's code
+    captures: Counter[tuple[Any, ...]] = Counter()  # by the same
     images: dict[tuple[int, int], int] = {}  # by argument and axis, the first size seen
     general = True  # until a graph of this model turns out not to be
 
@@ -88,8 +90,6 @@ def entry(model: nn.Module, session: Session) -> Callable[..., Any]:
         key = (*what, *[t.shape for t in tensors])
         kind = (*what, *[tuple([n == 1 for n in t.shape]) for t in tensors])
         plain = all(v is None or isinstance(v, _PLAIN) for v in values)
-        if kind in own:
-            return model._call_impl(*args, **kwargs)
         session.capturing.parts.clear()
         if plain and (run := seen.get(key)) is not None:
             try:
@@ -98,14 +98,16 @@ def entry(model: nn.Module, session: Session) -> Callable[..., Any]:
                 if not isinstance(failed.inner_exception, _Forgotten):
                     raise
                 seen.clear()
+        if kind in own:
+            return model._call_impl(*args, **kwargs)
         # What stands in a cache, say, is not in the key, and may be what Dynamo captures a graph anew for.
         # Sizes not seen before may be captured anew, and only capturing asks for these settings.
         for i, t in enumerate(tensors):
             if t.is_floating_point() and t.dim() > 1:
-                inner = range(1, t.dim() - 1) if t.dim() > 3 else ()
-                still = [a for a in inner if images.setdefault((i, a), t.shape[a]) == t.shape[a]]
-                for axis in (*still, t.dim() - 1):
-                    torch._dynamo.mark_static(t, axis)
+                image = t.dim() > 3
+                for axis in range(1 if image else t.dim() - 1, t.dim()):
+                    if not image or images.setdefault((i, axis), t.shape[axis]) == t.shape[axis]:
+                        torch._dynamo.mark_static(t, axis)
         # Dynamo takes a size of one for a constant, so a graph captured with one is not for others.
         sizes, paged = [n for t in tensors for n in t.shape], any(isinstance(v, NoState) for v in values)
         many = any(n > 1 for n in sizes) if paged else all(n > 1 for n in sizes)
@@ -132,6 +134,12 @@ def entry(model: nn.Module, session: Session) -> Callable[..., Any]:
         for error in left:
             session.leave(error)
         if len(session.parts) > before:
+            captures[kind] += 1
+            if captures[kind] == _OFTEN:
+                session.decline(
+                    f"after {_OFTEN} captures of a call at other sizes, the model's own code runs at new ones"
+                )
+                own.add(kind)
             session.code = Code(model)  # with what is new in it
             show()
             what = type(model).__name__, ", ".join(str(tuple(t.shape)) for t in tensors)
@@ -178,6 +186,7 @@ def _backend(session: Session) -> Callable[..., Any]:
 # What a key says all of. A cache without state is always the same.
 _PLAIN = (torch.Tensor, bool, int, float, str, NoState)
 _MANY = 1 << 16
+_OFTEN = 8  # captures of a call at sizes that are numbers to Dynamo, as of a loop that it unrolls
 # A size seen before may be captured anew too, after a change of the model; PyTorch 2.13 has a limit for each function.
 _UNLIMITED: dict[str, Any] = (
     {"recompile_limit": _MANY} if "recompile_limit" in inspect.signature(torch.compile).parameters else {}

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from opsmith.compiler.modules.texts import beginning_and_rows
 
@@ -95,7 +95,7 @@ class Evaluation:
 @torch.no_grad()
 def evaluate(
     model: nn.Module,
-    text_or_ids: str | torch.Tensor | Sequence[int],
+    text_or_ids: str | Tensor | Sequence[int],
     *,
     against: nn.Module | None = None,
     window: int = 512,
@@ -146,7 +146,7 @@ def evaluate(
     return _estimates(measured, window)
 
 
-def _estimates(blocks: list[torch.Tensor], window: int) -> Evaluation:
+def _estimates(blocks: list[Tensor], window: int) -> Evaluation:
     """From the numbers of each prediction, in blocks: [predictions, 1 or 4], see `_compare`."""
     sums = torch.stack([block.sum(0) for block in blocks]).numpy()
     counts = np.array([len(block) for block in blocks])
@@ -172,7 +172,7 @@ def _estimates(blocks: list[torch.Tensor], window: int) -> Evaluation:
     )
 
 
-def _compare(models: Sequence[nn.Module], tokens: torch.Tensor) -> Iterator[torch.Tensor]:
+def _compare(models: Sequence[nn.Module], tokens: Tensor) -> Iterator[Tensor]:
     """For one window [tokens], [predictions, 1 or 4] in float64: negative log likelihood; with another model its own
     too, the divergence from it, and whether both have the same most likely token.
     """
@@ -203,7 +203,7 @@ def _compare(models: Sequence[nn.Module], tokens: torch.Tensor) -> Iterator[torc
 class _Logits:
     """One model's logits for the tokens of a window, no more of them at a time than memory should hold."""
 
-    def __init__(self, model: nn.Module, tokens: torch.Tensor) -> None:
+    def __init__(self, model: nn.Module, tokens: Tensor) -> None:
         names = inspect.signature(model.forward).parameters
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self._model, self._ids = model, tokens[None].to(device)
@@ -214,7 +214,7 @@ class _Logits:
         if "logits_to_keep" in names and vocabulary:
             self.at_once = max(1, _AT_ONCE // (4 * vocabulary))
 
-    def __call__(self, first: int, last: int) -> torch.Tensor:
+    def __call__(self, first: int, last: int) -> Tensor:
         """[last - first, vocabulary]: what follows each of these tokens."""
         options: dict[str, Any] = dict(self._options)
         if part := self.at_once < self._ids.shape[1] - 1:
@@ -223,8 +223,8 @@ class _Logits:
         result = self._model(*([] if given else [self._ids]), **given, **options)
         logits = getattr(result, "logits", result[0] if isinstance(result, tuple) else result)
         expected = last - first if part else self._ids.shape[1]
-        shape = tuple(logits.shape) if isinstance(logits, torch.Tensor) else type(logits).__name__
-        if not isinstance(logits, torch.Tensor) or shape[:-1] != (1, expected):
+        shape = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
+        if not isinstance(logits, Tensor) or shape[:-1] != (1, expected):
             raise ValueError(
                 f"evaluate: {type(self._model).__name__} must give logits [1, {expected}, vocabulary] for "
                 f"{self._ids.shape[1]} tokens, got {shape}; give a causal language model"
@@ -261,7 +261,7 @@ def _evaluating(models: Sequence[nn.Module]) -> Iterator[None]:
             module.training = True
 
 
-def _windows(model: nn.Module, given: Any, window: int, tokenizer: Any) -> list[torch.Tensor]:
+def _windows(model: nn.Module, given: Any, window: int, tokenizer: Any) -> list[Tensor]:
     """The tokens of each window, two or more."""
     before, rows = beginning_and_rows("evaluate", model, given, tokenizer)
     size = _said(model, "vocab_size")

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
+from torch import Tensor
 
 Supports = bool | str  # True, or the reason why not
 
@@ -25,7 +25,7 @@ class Implementation:
     supports: Callable[..., Supports] = lambda *args, **kwargs: True
     available: Callable[[], Supports] = lambda: True
     takes_out: bool = False
-    prepack: Callable[[torch.Tensor, int], torch.Tensor] | None = None
+    prepack: Callable[[Tensor, int], Tensor] | None = None
     packs_alike: bool = False  # whether that layout is the same for any number of rows
     margin: float = 1.0  # how much faster it is to be, for what its use costs beside its time
     repeatable: bool = True  # False: two runs may differ in the last bits, as sums by atomic additions do
@@ -37,6 +37,6 @@ class Implementation:
             return here
         if self.device != "any":
             for value in (*args, *kwargs.values()):
-                if isinstance(value, torch.Tensor) and value.device.type != self.device:
+                if isinstance(value, Tensor) and value.device.type != self.device:
                     return f"{self.name} runs on {self.device}, the input is on {value.device.type}"
         return self.supports(*args, **kwargs)

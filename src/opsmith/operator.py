@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from opsmith import backends
 from opsmith.implementation import Implementation as Implementation, Supports as Supports
@@ -71,7 +72,7 @@ class Sample:
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
-    if isinstance(value, torch.Tensor) and value.is_floating_point():
+    if isinstance(value, Tensor) and value.is_floating_point():
         return value.detach().to(dtype).requires_grad_(value.requires_grad)
     return value
 
@@ -84,16 +85,16 @@ class Make:
         self.device = device
         self._generator = torch.Generator().manual_seed(seed)
 
-    def __call__(self, *shape: int, scale: float = 1.0, shift: float = 0.0) -> torch.Tensor:
+    def __call__(self, *shape: int, scale: float = 1.0, shift: float = 0.0) -> Tensor:
         """Normal numbers of the given shape in the dtype under test."""
         values = torch.randn(shape, generator=self._generator, dtype=torch.float64) * scale + shift
         return values.to(self.dtype).to(self.device)
 
-    def ids(self, *shape: int, high: int) -> torch.Tensor:
+    def ids(self, *shape: int, high: int) -> Tensor:
         """Integers in [0, high)."""
         return torch.randint(0, high, shape, generator=self._generator).to(self.device)
 
-    def mask(self, *shape: int, keep: float = 0.7) -> torch.Tensor:
+    def mask(self, *shape: int, keep: float = 0.7) -> Tensor:
         """A boolean mask in which about `keep` of the entries are True."""
         return (torch.rand(shape, generator=self._generator) < keep).to(self.device)
 
@@ -123,11 +124,11 @@ class Tolerance:
     factor: float = 2.0
     ulps: float = 1.0
 
-    def check(self, got: torch.Tensor, eager: torch.Tensor, exact: torch.Tensor) -> Verdict:
+    def check(self, got: Tensor, eager: Tensor, exact: Tensor) -> Verdict:
         """Hold `got` to the policy, given eager's result in the same dtype and the float64 reference."""
         return self.check_parts([(got, eager, exact)])
 
-    def check_parts(self, parts: Iterable[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]) -> Verdict:
+    def check_parts(self, parts: Iterable[tuple[Tensor, Tensor, Tensor]]) -> Verdict:
         """The same of a result that comes part by part, one after the other: float64 of a whole one may need memory."""
         error = eager_error = scale = 0.0
         dtype = None
@@ -164,7 +165,7 @@ class Tolerance:
         why = "" if ok else f"error {error:.3g} above the bound {bound:.3g}"
         return Verdict(ok, error, bound, why, eager_error / scale if scale else 0.0)
 
-    def near(self, got: torch.Tensor, eager: torch.Tensor, relative: float) -> Verdict:
+    def near(self, got: Tensor, eager: Tensor, relative: float) -> Verdict:
         """Hold `got` to the policy without a reference: eager's error is taken for `relative` to the largest magnitude.
 
         With eager's error e, a distance of at most (factor - 1) e + ulps units from eager's result is an error of at
@@ -194,7 +195,7 @@ def _unit(dtype: torch.dtype, scale: float) -> float:
 _BLOCK = 1 << 18
 
 
-def _max_error(got: torch.Tensor, exact: torch.Tensor, finite: bool = False) -> float:
+def _max_error(got: Tensor, exact: Tensor, finite: bool = False) -> float:
     """The largest difference to a float64 tensor, NaN where one is; or the largest of the `finite` ones."""
     largest = []
     for some, truth in zip(got.flatten().split(_BLOCK), exact.flatten().split(_BLOCK), strict=True):
@@ -208,7 +209,7 @@ def _worse(error: float, other: float) -> float:
     return error if math.isnan(error) or other <= error else other
 
 
-def _largest(values: torch.Tensor) -> float:
+def _largest(values: Tensor) -> float:
     """The largest magnitude, NaN where one is."""
     low, high = values.aminmax()
     return float(torch.maximum(-low, high))
@@ -421,7 +422,7 @@ def as_pattern(
         bound = signature.bind(*sample.args, **sample.kwargs)
         bound.apply_defaults()
         calls.append(bound.arguments)
-    ranks = [{k: v.dim() for k, v in call.items() if isinstance(v, torch.Tensor)} for call in calls]
+    ranks = [{k: v.dim() for k, v in call.items() if isinstance(v, Tensor)} for call in calls]
     alike = [c for c, r in zip(calls, ranks, strict=True) if r == ranks[0] and all(c[n].numel() for n in r)]
     if not alike:
         return None
@@ -429,7 +430,7 @@ def as_pattern(
     inputs: dict[str, tuple[int | str, ...] | float] = {}
     dtypes: dict[str, str] = {}
     for key, value in alike[0].items():
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, Tensor):
             sizes = zip(*(call[key].shape for call in alike), strict=True)
             inputs[key] = tuple(symbols.setdefault(size, f"s{len(symbols)}") for size in sizes)
             if not value.is_floating_point():

@@ -187,7 +187,7 @@ def test_a_prompt_that_is_left_leaves_the_tokens_compiled() -> None:
             torch.testing.assert_close(model(x, [x]), model._call_impl(x))
     assert model.eager == 7  # all but the first, which was read
     assert model.opsmith is not None
-    assert sorted(bool(graph.left) for graph in model.opsmith.graphs) == [False, True]
+    assert sorted(bool(graph.report.left) for graph in model.opsmith.graphs) == [False, True]
 
 
 class Patches(nn.Module):

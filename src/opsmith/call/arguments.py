@@ -6,6 +6,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from opsmith.call.overlap import refuse_overlap
 
@@ -26,17 +27,17 @@ def check_count(op: str, name: str, value: Any) -> int:
     return value
 
 
-def alike(t: Any, x: torch.Tensor, shape: Sequence[int]) -> bool:
+def alike(t: Any, x: Tensor, shape: Sequence[int]) -> bool:
     """True for a tensor of this shape, in x's dtype and on its device: the usual case, found out quickly."""
-    return isinstance(t, torch.Tensor) and t.shape == shape and t.dtype is x.dtype and t.device == x.device
+    return isinstance(t, Tensor) and t.shape == shape and t.dtype is x.dtype and t.device == x.device
 
 
 def check_float(op: str, x: Any, name: str = "x", *, least_dim: int = 1) -> None:
     """Refuse what is no floating-point tensor of at least `least_dim` dimensions."""
-    dense = isinstance(x, torch.Tensor) and x.layout is torch.strided and not x.is_nested
+    dense = isinstance(x, Tensor) and x.layout is torch.strided and not x.is_nested
     if dense and x.is_floating_point() and x.dim() >= least_dim:
         return
-    if not isinstance(x, torch.Tensor):
+    if not isinstance(x, Tensor):
         raise TypeError(f"{op}: {name} must be a tensor, got {type(x).__name__}")
     if not dense:
         layout, step = ("a nested one", "to_padded_tensor") if x.is_nested else (x.layout, "to_dense")
@@ -50,7 +51,7 @@ def check_float(op: str, x: Any, name: str = "x", *, least_dim: int = 1) -> None
 
 
 def check_like(
-    op: str, t: Any, x: torch.Tensor, name: str, shape: Sequence[int], what: str, like: str = "x"
+    op: str, t: Any, x: Tensor, name: str, shape: Sequence[int], what: str, like: str = "x"
 ) -> None:
     """Refuse an argument that is not a floating-point tensor of this shape on x's device."""
     check_float(op, t, name, least_dim=0)
@@ -59,13 +60,13 @@ def check_like(
     check_device(op, t, x, name, like)
 
 
-def check_device(op: str, t: torch.Tensor, x: torch.Tensor, name: str, like: str = "x") -> None:
+def check_device(op: str, t: Tensor, x: Tensor, name: str, like: str = "x") -> None:
     """Refuse a tensor that is not on x's device."""
     if t.device != x.device:
         raise ValueError(f"{op}: {name} is on {t.device}, {like} on {x.device}; move one of them")
 
 
-def check_dtype(op: str, t: torch.Tensor | None, x: torch.Tensor, name: str, like: str = "x") -> None:
+def check_dtype(op: str, t: Tensor | None, x: Tensor, name: str, like: str = "x") -> None:
     """Refuse a tensor, where there is one, that is not in x's dtype."""
     if t is not None and t.dtype != x.dtype:
         raise TypeError(
@@ -89,7 +90,7 @@ def check_fit(op: str, *tensors: tuple[Any, ...]) -> None:
     known: dict[str, int] = {}
     for name, t, words, *dtypes in tensors:
         sizes = words.split()
-        if not isinstance(t, torch.Tensor):
+        if not isinstance(t, Tensor):
             raise TypeError(f"{op}: {name} must be a tensor, got {type(t).__name__}")
         if t is x:
             check_float(op, x, first, least_dim=0)
@@ -116,9 +117,9 @@ def one_of(*dtypes: torch.dtype) -> str:
     return " or ".join(dict.fromkeys(short(dtype) for dtype in dtypes))
 
 
-def check_mask(op: str, mask: Any, x: torch.Tensor, shape: Sequence[int], what: str) -> None:
+def check_mask(op: str, mask: Any, x: Tensor, shape: Sequence[int], what: str) -> None:
     """Refuse a mask that is neither boolean nor additive, or does not broadcast to this shape."""
-    if not isinstance(mask, torch.Tensor):
+    if not isinstance(mask, Tensor):
         raise TypeError(f"{op}: mask must be a tensor, got {type(mask).__name__}")
     if mask.dtype not in (torch.bool, torch.float32, x.dtype):
         raise TypeError(
@@ -138,7 +139,7 @@ def check_mask(op: str, mask: Any, x: torch.Tensor, shape: Sequence[int], what: 
 def check_out(
     op: str,
     out: Any,
-    like: torch.Tensor,
+    like: Tensor,
     shape: Sequence[int] | None = None,
     dtype: torch.dtype | None = None,
     *,
@@ -152,7 +153,7 @@ def check_out(
     shape = like.shape if shape is None else shape
     dtype = like.dtype if dtype is None else dtype
     if dtype != like.dtype or not alike(out, like, shape):
-        if not isinstance(out, torch.Tensor):
+        if not isinstance(out, Tensor):
             raise TypeError(f"{op}: out must be a tensor, got {type(out).__name__}")
         if out.shape != shape or out.dtype != dtype or out.device != like.device:
             raise ValueError(

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import torch
+from torch import Tensor
 
 from opsmith.call.signature import (
     IN_KERNELS,
@@ -67,7 +68,7 @@ def project(signature: Signature) -> str:
 
 
 def _checked_at_once(signature: Signature, kernel: str, parameters: Sequence[Parameter]) -> Iterator[str]:
-    tensors = [p for p in parameters if p.type is torch.Tensor]
+    tensors = [p for p in parameters if p.type is Tensor]
     places = [[*signature.inputs, *signature.outputs].index(p.of.name) for p in tensors]
     columns = _joined(
         "{" + _joined(f"opsmith::DType::{IN_KERNELS[column[i]]}" for i in places) + "}"
@@ -85,7 +86,7 @@ def _checked_at_once(signature: Signature, kernel: str, parameters: Sequence[Par
         test = f"{t.name}.size({t.name}.dim() - {len(t.sizes) - t.sizes.index(size)}) % 2 == 0"
         yield f'  STD_TORCH_CHECK({test}, "{signature.name}: {size} must be even");'
     yield f"  call.dtypes({{{_joined(f'dtype_of({p.name})' for p in tensors)}}}, {{{columns}}});"
-    views = (f"view_of({p.name})" if p.type is torch.Tensor else p.name for p in parameters)
+    views = (f"view_of({p.name})" if p.type is Tensor else p.name for p in parameters)
     yield f"  {kernel}({_joined(views)});"
     yield "}"
 
@@ -117,7 +118,7 @@ def rows(signature: Signature, kernel: str) -> str:
 
 def _checked_as_rows(signature: Signature, kernel: str, parameters: Sequence[Parameter]) -> Iterator[str]:
     yield f'const char* const op = "{signature.name}";'
-    tensors = [p for p in parameters if p.type is torch.Tensor]
+    tensors = [p for p in parameters if p.type is Tensor]
     first = next(p for p in tensors if _is_rows(p) and not p.optional and not isinstance(p.source, Slope))
     least = 0 if signature.tensors[0].scalar else 1
     yield f'const Rows first(op, "{first.name}", {first.name});'
@@ -126,8 +127,8 @@ def _checked_as_rows(signature: Signature, kernel: str, parameters: Sequence[Par
     views = []
     for p in parameters:
         name = p.name
-        views.append(f"view_of({name})" if p.type is torch.Tensor else name)
-        if p.type is not torch.Tensor:
+        views.append(f"view_of({name})" if p.type is Tensor else name)
+        if p.type is not Tensor:
             if isinstance(p.of, Number) and p.of.within:
                 least, most = p.of.within
                 yield _check(f"{least} <= {name} && {name} <= {most}", f"no {name} ", name)
@@ -214,12 +215,12 @@ def _few_checks(sizes: Sizes, p: Parameter, first: Parameter) -> Iterator[str]:
 
 def _taken(p: Parameter) -> str:
     """A parameter as the kernel declares it."""
-    return f"opsmith::View {p.name}" if p.type is torch.Tensor else f"{_CPP[p.type]} {p.name}"
+    return f"opsmith::View {p.name}" if p.type is Tensor else f"{_CPP[p.type]} {p.name}"
 
 
 def _given(p: Parameter) -> str:
     """The same as PyTorch gives it."""
-    if p.type is not torch.Tensor:
+    if p.type is not Tensor:
         return f"{_CPP[p.type]} {p.name}"
     return f"const {'std::optional<Tensor>' if p.optional else 'Tensor'}& {p.name}"
 

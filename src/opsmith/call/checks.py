@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from opsmith.call.arguments import (
     alike,
@@ -44,7 +45,7 @@ def check_arguments(op: str, signature: Signature, values: Sequence[Any], needed
                 _refuse(op, one, value, first, x, shape)
 
 
-def _refuse(op: str, one: Input, t: Any, first: Input, x: torch.Tensor, shape: torch.Size) -> None:
+def _refuse(op: str, one: Input, t: Any, first: Input, x: Tensor, shape: torch.Size) -> None:
     what = (
         f"the shape of {first.name}"
         if one.sizes == first.sizes
@@ -62,7 +63,7 @@ def check_outputs(
     op: str,
     out: Any,
     results: Sequence[tuple[Output, Sequence[int], torch.dtype]],
-    x: torch.Tensor,
+    x: Tensor,
     read: Mapping[str, Any],
     what: str = "",
 ) -> None:
@@ -79,10 +80,10 @@ def check_outputs(
     many = {1: "a tensor", 2: "a pair of tensors", 3: "a triple of tensors"}.get(
         len(results), f"a tuple of {len(results)} tensors"
     )
-    if not isinstance(out, tuple | torch.Tensor):
+    if not isinstance(out, tuple | Tensor):
         raise TypeError(f"{op}: out must be {many}, got {type(out).__name__}")
     given = out if isinstance(out, tuple) else (out,)
-    if len(given) != len(results) or not all(isinstance(t, torch.Tensor) for t in given):
+    if len(given) != len(results) or not all(isinstance(t, Tensor) for t in given):
         got = f"{len(given)} tensors" if len(given) != len(results) else type(given[0]).__name__
         raise (ValueError if len(given) != len(results) else TypeError)(
             f"{op}: out must be {what or many}, got {got}"
@@ -92,7 +93,7 @@ def check_outputs(
 
 
 def sizes_of(
-    op: str, signature: Signature, tensors: Sequence[torch.Tensor], even: Sequence[str] = ()
+    op: str, signature: Signature, tensors: Sequence[Tensor], even: Sequence[str] = ()
 ) -> dict[str, Any]:
     """What each symbol of the inputs' sizes stands for.
 

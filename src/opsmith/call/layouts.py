@@ -6,11 +6,12 @@ import math
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from opsmith.call.fast import direct
 
 
-def fresh(x: torch.Tensor, shape: Sequence[int] | None = None) -> torch.Tensor:
+def fresh(x: Tensor, shape: Sequence[int] | None = None) -> Tensor:
     """New contiguous memory for a result like x, or of another shape."""
     # empty_like takes a third of the time of empty with a shape.
     like = shape is None and x.is_contiguous()
@@ -18,18 +19,18 @@ def fresh(x: torch.Tensor, shape: Sequence[int] | None = None) -> torch.Tensor:
     return in_huge_pages(y)
 
 
-def fresh_as(x: torch.Tensor) -> torch.Tensor:
+def fresh_as(x: Tensor) -> Tensor:
     """New memory for a result that lies as x does, heads inside, say; contiguous where x's rows are not."""
     y = torch.empty_like(x)
     return in_huge_pages(y) if is_dense(y) else fresh(x)
 
 
-def in_huge_pages(t: torch.Tensor) -> torch.Tensor:
+def in_huge_pages(t: Tensor) -> Tensor:
     """The same tensor, its large new memory backed by pages of 2 MB at once, where that is possible."""
     return t if torch.compiler.is_dynamo_compiling() else direct.in_huge_pages(t)
 
 
-def as_rows(x: torch.Tensor) -> torch.Tensor:
+def as_rows(x: Tensor) -> Tensor:
     """`x` as [rows, n] with a contiguous last dimension; a view wherever the strides allow one."""
     if x.dim() == 2 and x.stride()[1] == 1:
         return x
@@ -38,22 +39,22 @@ def as_rows(x: torch.Tensor) -> torch.Tensor:
     return rows if n <= 1 or rows.stride()[1] == 1 else rows.contiguous()
 
 
-def is_dense(t: torch.Tensor) -> bool:
+def is_dense(t: Tensor) -> bool:
     """True where the elements of each row, along the last dimension, are next to each other."""
     return t.dim() == 0 or t.stride()[-1] == 1 or t.shape[-1] <= 1
 
 
-def dense_rows(t: torch.Tensor) -> torch.Tensor:
+def dense_rows(t: Tensor) -> Tensor:
     """The tensor with its last dimension contiguous; itself, where it is."""
     return t if is_dense(t) else t.contiguous()
 
 
-def dense(vector: torch.Tensor | None) -> torch.Tensor | None:
+def dense(vector: Tensor | None) -> Tensor | None:
     """A vector of weights as the kernels read it: its elements next to each other."""
     return vector if vector is None or vector.is_contiguous() else vector.contiguous()
 
 
-def out_rows(out: torch.Tensor) -> torch.Tensor:
+def out_rows(out: Tensor) -> Tensor:
     """`out` as [rows, n] to be written through; an `out` that has no such view is refused."""
     if out.dim() == 2 and out.stride()[1] == 1:
         return out
@@ -65,7 +66,7 @@ def out_rows(out: torch.Tensor) -> torch.Tensor:
         ) from None
 
 
-def writable(out: torch.Tensor) -> bool:
+def writable(out: Tensor) -> bool:
     """True where the kernels can write their rows into `out` itself, whose memory may have gaps between rows only."""
     if out.is_contiguous():
         return True
@@ -80,7 +81,7 @@ def writable(out: torch.Tensor) -> bool:
     return True
 
 
-def spread(mask: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+def spread(mask: Tensor, shape: Sequence[int]) -> Tensor:
     """The mask in this shape, stride 0 where it is broadcast; only the last dimension becomes memory."""
     if mask.dim() == 0 or mask.shape[-1] != shape[-1]:
         mask = mask.expand(*mask.shape[:-1], shape[-1])
@@ -89,7 +90,7 @@ def spread(mask: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
     return mask if mask.shape == shape else mask.expand(shape)
 
 
-def nbytes(*tensors: torch.Tensor | None) -> int:
+def nbytes(*tensors: Tensor | None) -> int:
     """The bytes of memory behind the tensors, what is broadcast with stride 0 counted once."""
     total = 0
     for t in tensors:

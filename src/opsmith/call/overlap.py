@@ -11,12 +11,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter)  # others may have no memory, or not here
+_PLAIN = (Tensor, torch.nn.Parameter)  # others may have no memory, or not here
 _MOST_WORK = 100_000  # steps of numpy's search, microseconds for strides that occur
 
 
-def refuse_overlap(op: str, out: torch.Tensor, onto: Collection[str], read: Mapping[str, Any]) -> None:
+def refuse_overlap(op: str, out: Tensor, onto: Collection[str], read: Mapping[str, Any]) -> None:
     """Refuse an output that shares memory with what is read, or that has several elements in one place."""
     # While a graph is captured, and inside torch.func's transforms, memory has no address.
     if torch.compiler.is_dynamo_compiling() or torch._C._are_functorch_transforms_active():
@@ -45,7 +46,7 @@ def refuse_overlap(op: str, out: torch.Tensor, onto: Collection[str], read: Mapp
         )
 
 
-def _end(t: torch.Tensor, start: int) -> int:
+def _end(t: Tensor, start: int) -> int:
     """The address behind its last byte."""
     if t.is_contiguous():
         return start + t.nbytes
@@ -53,7 +54,7 @@ def _end(t: torch.Tensor, start: int) -> int:
     return start + (last + 1) * t.element_size()
 
 
-def _folded(t: torch.Tensor) -> bool:
+def _folded(t: Tensor) -> bool:
     """Whether two elements may be one; strides that interleave, which nobody writes to, count as such."""
     reach = 0
     for step, size in sorted(zip(t.stride(), t.shape, strict=True)):
@@ -64,7 +65,7 @@ def _folded(t: torch.Tensor) -> bool:
     return False
 
 
-def _same_place(out: torch.Tensor, t: torch.Tensor) -> bool:
+def _same_place(out: Tensor, t: Tensor) -> bool:
     return (
         out.data_ptr() == t.data_ptr()
         and out.shape == t.shape
@@ -73,7 +74,7 @@ def _same_place(out: torch.Tensor, t: torch.Tensor) -> bool:
     )
 
 
-def _share(out: torch.Tensor, t: torch.Tensor) -> bool:
+def _share(out: Tensor, t: Tensor) -> bool:
     """Whether they have a byte in common: columns of one matrix reach into each other's span, and have none."""
     try:
         return bool(np.shares_memory(_Memory(out), _Memory(t), max_work=_MOST_WORK))  # type: ignore[arg-type]
@@ -84,7 +85,7 @@ def _share(out: torch.Tensor, t: torch.Tensor) -> bool:
 class _Memory:
     """What numpy asks for an array: a place and a layout, on any device, as nothing is read."""
 
-    def __init__(self, t: torch.Tensor) -> None:
+    def __init__(self, t: Tensor) -> None:
         size = t.element_size()
         self.__array_interface__ = {
             "data": (t.data_ptr(), True),

@@ -22,6 +22,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from opsmith.call import binding, dispatch, layouts
 from opsmith.call.checks import check_arguments, check_outputs
@@ -31,7 +32,7 @@ from opsmith.call.signature import Constant, Input, Made, Output, Rows, Saved, S
 from opsmith.kernels import libraries
 from opsmith.operator import Implementation, Operator, Supports, register
 
-Results = list[torch.Tensor]
+Results = list[Tensor]
 
 
 def declare(
@@ -169,7 +170,7 @@ class Call:
         self.check(values)
         if out is not None:
             self.check_out(values, out)
-        tensors = [t for t in values if isinstance(t, torch.Tensor)]
+        tensors = [t for t in values if isinstance(t, Tensor)]
         training = self.learns and dispatch.needs_grad(*tensors)
         # What is exported keeps of a Function its forward alone: the definition is differentiated where it may learn.
         backend = None if training and dispatch.exporting() else self.backend(values, training)
@@ -186,7 +187,7 @@ class Call:
         option, for which `traced` has the words. Outside torch.compile this is `traced`.
         """
         values, out = given[:-1], given[-1]
-        tensors = [t for t in values if isinstance(t, torch.Tensor)]
+        tensors = [t for t in values if isinstance(t, Tensor)]
         read = out is not None or any(isinstance(v, str) for v in values) or dispatch.needs_grad(*tensors)
         if self.whole is None or not dispatch.compiling() or read:
             return self.traced(*given)
@@ -250,14 +251,14 @@ class Call:
         return direct.of(getattr(torch.ops.opsmith, name).default)
 
     def gradients(
-        self, backend: str, known: dict[str, Any], slopes: Sequence[torch.Tensor], wanted: set[str]
-    ) -> dict[str, torch.Tensor]:
+        self, backend: str, known: dict[str, Any], slopes: Sequence[Tensor], wanted: set[str]
+    ) -> dict[str, Tensor]:
         """The gradients that the kernel writes, by input; `known` are its arguments and what was kept."""
         arriving = {one.name: slope for one, slope in zip(self.signature.results, slopes, strict=False)}
         # What is not kept lies as its result does.
         lying = {one.like: one.name for one in self.signature.results}
-        written: dict[str, torch.Tensor | None] = {}
-        found: dict[str, torch.Tensor] = {}
+        written: dict[str, Tensor | None] = {}
+        found: dict[str, Tensor] = {}
         for p in self.signature.backward:
             source = p.source
             if isinstance(source, Made):
@@ -279,12 +280,12 @@ class Call:
                 given.append(self.taken(p.of, arriving.get(source.of)))
             elif isinstance(source, Saved):
                 value = known[source.of]
-                given.append(self.taken(p.of, value) if isinstance(value, torch.Tensor) else value)
+                given.append(self.taken(p.of, value) if isinstance(value, Tensor) else value)
         if wanted.intersection(found):
             self.kernel(backend, backward=True)(*given, **written)
         return found
 
-    def made_gradient(self, name: str, like: torch.Tensor, known: dict[str, Any]) -> torch.Tensor:
+    def made_gradient(self, name: str, like: Tensor, known: dict[str, Any]) -> Tensor:
         """Memory for the gradient of an input."""
         return self.fresh(like)
 
@@ -359,7 +360,7 @@ class Call:
                 known[kept.name] = torch.empty(shapes[kept.rows], dtype=torch.float32, device=x.device)
                 written[kept.name] = known[kept.name]
         given = [
-            self.taken(one, v) if isinstance(v, torch.Tensor) else v
+            self.taken(one, v) if isinstance(v, Tensor) else v
             for one, v in zip(self.signature.arguments, values, strict=False)
         ]
         try:
@@ -370,7 +371,7 @@ class Call:
             raise
         return results, known
 
-    def taken(self, of: Any, t: torch.Tensor | None) -> torch.Tensor | None:
+    def taken(self, of: Any, t: Tensor | None) -> Tensor | None:
         """A tensor as the kernel reads it."""
         if t is None:
             return None
@@ -382,22 +383,22 @@ class Call:
             return layouts.as_rows(t) if t.dim() else t
         return layouts.dense(t)
 
-    def taken_result(self, of: Any, t: torch.Tensor) -> torch.Tensor:
+    def taken_result(self, of: Any, t: Tensor) -> Tensor:
         """A result as the kernel writes it."""
         as_it_is = self.signature.contiguous or self.signature.strided
         if as_it_is or not t.dim() or of.sizes[:1] != ("...",):
             return t
         return layouts.out_rows(t)
 
-    def writable(self, t: torch.Tensor) -> bool:
+    def writable(self, t: Tensor) -> bool:
         """Whether the kernel can write into this tensor."""
         if self.signature.strided:
             return layouts.is_dense(t)
         return t.is_contiguous() if self.signature.contiguous else layouts.writable(t)
 
     def fresh(
-        self, like: torch.Tensor, shape: Sequence[int] | None = None, dtype: torch.dtype | None = None
-    ) -> torch.Tensor:
+        self, like: Tensor, shape: Sequence[int] | None = None, dtype: torch.dtype | None = None
+    ) -> Tensor:
         """New contiguous memory, of another shape and dtype where they are given."""
         same = shape is None or list(like.shape) == list(shape)
         if (dtype is None or dtype is like.dtype) and same:
@@ -407,7 +408,7 @@ class Call:
 
     def check_out(self, values: Sequence[Any], out: Any) -> None:
         """Refuse an `out` that is not like the results, or that shares memory with what is read."""
-        read = {name: v for name, v in self.named(values).items() if isinstance(v, torch.Tensor)}
+        read = {name: v for name, v in self.named(values).items() if isinstance(v, Tensor)}
         when = next((one.when for one in self.signature.results if one.when), None)
         names = ", ".join(one.called or one.name for one in self.signature.results)
         what = f"one tensor, or a pair ({names}) when {when} is given" if when else ""
@@ -468,7 +469,7 @@ def _differentiated(call: Call) -> type[torch.autograd.Function]:
         return results[0] if len(results) == 1 else tuple(results)
 
     @dispatch.once(call.op)
-    def backward(ctx: Any, *slopes: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, *slopes: Tensor) -> tuple[Tensor | None, ...]:
         known: dict[str, Any] = {}
         there = [*call.saved.items(), *((name, None) for name in call.likes)]
         for (name, other), t in zip(there, ctx.saved_tensors, strict=True):
@@ -491,14 +492,14 @@ def _differentiated(call: Call) -> type[torch.autograd.Function]:
 
 def _through_definition(
     call: Call, known: dict[str, Any], slopes: Sequence[Any], names: Sequence[str]
-) -> dict[str, torch.Tensor]:
+) -> dict[str, Tensor]:
     """Gradients by autograd of the definition in plain PyTorch."""
     with torch.enable_grad():
         values = {name: known[name] for name in call.given}
         leaves = {
             name: t.detach().requires_grad_(name in names)
             for name, t in values.items()
-            if isinstance(t, torch.Tensor)
+            if isinstance(t, Tensor)
         }
         results = call.plain([leaves.get(name, v) for name, v in values.items()])
         results = results if isinstance(results, tuple) else (results,)

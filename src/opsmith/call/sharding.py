@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
@@ -21,7 +22,7 @@ class Spread:
 
     def __init__(self, call: Any, values: Sequence[Any]) -> None:
         self.op, self._words, self._apart = call.op, call.sizes(values), call.apart(values)
-        tensors = {n: v for n, v in zip(call.given, values, strict=False) if isinstance(v, torch.Tensor)}
+        tensors = {n: v for n, v in zip(call.given, values, strict=False) if isinstance(v, Tensor)}
         spread = {name: t for name, t in tensors.items() if isinstance(t, DTensor)}
         self.mesh: DeviceMesh = next(iter(spread.values())).device_mesh
         self.divides: list[str | None] = [None] * self.mesh.ndim
@@ -38,7 +39,7 @@ class Spread:
         for name, t in tensors.items():
             self._check(name, t, tensors)
 
-    def _divide(self, i: int, name: str, t: torch.Tensor, placement: Placement) -> None:
+    def _divide(self, i: int, name: str, t: Tensor, placement: Placement) -> None:
         """Have a dimension of the mesh divide what a tensor is spread along there."""
         along = self._named(name, t.shape)[placement.dim] if type(placement) is Shard else ""
         allowed = along in self._apart or ("..." in self._apart and along.startswith("..."))
@@ -51,7 +52,7 @@ class Spread:
             )
         self.divides[i] = along
 
-    def _check(self, name: str, t: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> None:
+    def _check(self, name: str, t: Tensor, tensors: Mapping[str, Tensor]) -> None:
         """Tensors that have a size in different numbers, as heads, are divided in the same places."""
         for i, along in enumerate(self.divides):
             at = self._at(name, t.shape, along)
@@ -92,7 +93,7 @@ class Spread:
         """What this rank computes with; gradients come back as they belong."""
         found = []
         for name, t in zip(call.given, values, strict=False):
-            if not isinstance(t, torch.Tensor):
+            if not isinstance(t, Tensor):
                 found.append(t)
                 continue
             if not isinstance(t, DTensor):
@@ -101,11 +102,11 @@ class Spread:
             found.append(placed.to_local(grad_placements=self.placements(name, t.shape, Partial())))
         return found
 
-    def whole(self, name: str, part: torch.Tensor, shape: Sequence[int]) -> DTensor:
+    def whole(self, name: str, part: Tensor, shape: Sequence[int]) -> DTensor:
         """The result that ranks have parts of."""
         return self.placed(part, shape, self.placements(name, shape, Replicate()))
 
-    def placed(self, part: torch.Tensor, shape: Sequence[int], placements: Sequence[Placement]) -> DTensor:
+    def placed(self, part: Tensor, shape: Sequence[int], placements: Sequence[Placement]) -> DTensor:
         """The same, where its placements do not follow from its sizes."""
         lies = torch.empty(torch.Size(shape), device="meta").stride()
         return DTensor.from_local(part, self.mesh, placements, shape=torch.Size(shape), stride=lies)

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 
 _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 # What kernels can be given; see types.h.
@@ -165,7 +166,7 @@ class Parameter:
         """torch.Tensor, or that of a number."""
         if isinstance(self.of, Number):
             return self.of.type
-        return type(self.of.value) if isinstance(self.of, Constant) else torch.Tensor
+        return type(self.of.value) if isinstance(self.of, Constant) else Tensor
 
 
 @dataclass(frozen=True)
@@ -346,7 +347,7 @@ def _schema(kernel: str, parameters: Sequence[Parameter]) -> str:
         if p.written:
             letter = chr(ord("a") + len(written))
             written.append(f"Tensor({letter}!){mark} {p.name}{'=None' if p.optional else ''}")
-        elif p.type is torch.Tensor:
+        elif p.type is Tensor:
             given.append(f"Tensor{mark} {p.name}")
         elif isinstance(p.of, Constant):
             given.append(f"{p.type.__name__} {p.name}={p.of.value}")

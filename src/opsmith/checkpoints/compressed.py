@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from opsmith.ops import PackedLinear
 from opsmith.ops.packed_linear.formats import BLOCK, FORMATS, GROUPS
@@ -23,11 +24,11 @@ ENDS = ("weight", "weight_packed", "weight_scale", "weight_zero_point", "weight_
 _HALVES = 32  # numbers that share a float16 in the only format of 8 bits by groups
 _ZEROS = "its 8 bits have zeros (symmetric is false), where 8 bits around zero are known"
 
-Parts = dict[str, torch.Tensor]  # a layer's tensors, by the ends of their names
+Parts = dict[str, Tensor]  # a layer's tensors, by the ends of their names
 Scheme = dict[str, Any]
 
 
-def to_words(numbers: torch.Tensor, bits: int) -> torch.Tensor:
+def to_words(numbers: Tensor, bits: int) -> Tensor:
     """Numbers [n, k], uint8, of 4 or 8 bits as int32 words of rows, the first in the lowest bits."""
     numbers = F.pad(numbers, (0, -numbers.shape[1] % (32 // bits)))
     if bits == 4:
@@ -35,7 +36,7 @@ def to_words(numbers: torch.Tensor, bits: int) -> torch.Tensor:
     return numbers.contiguous().view(torch.int32)
 
 
-def from_words(words: torch.Tensor, bits: int, k: int | None = None) -> torch.Tensor:
+def from_words(words: Tensor, bits: int, k: int | None = None) -> Tensor:
     """The numbers [n, k] in words of rows, by default all that there are.
 
     Raises:
@@ -183,7 +184,7 @@ def read(parts: Parts, scheme: Scheme) -> PackedLinear:
 
 
 def four_bits(
-    q: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None, group: Any, groups: torch.Tensor | None
+    q: Tensor, scale: Tensor, zero: Tensor | None, group: Any, groups: Tensor | None
 ) -> PackedLinear:
     """Four bits by groups; where each row has one scale (no size, or -1), in any order, as groups that share it."""
     if group in (None, -1) and scale.shape[0] == 1:
@@ -192,7 +193,7 @@ def four_bits(
     return PackedLinear.from_int4(q, scale, zero, group_size=int(group or 0), groups=groups)
 
 
-def _by_groups(q: torch.Tensor, scale: torch.Tensor, group: int) -> PackedLinear:
+def _by_groups(q: Tensor, scale: Tensor, group: int) -> PackedLinear:
     """Eight bits by groups, as blocks of q8_0."""
     half = scale.half()
     if group not in GROUPS or q.shape[1] % group or not half.to(scale.dtype).equal(scale):

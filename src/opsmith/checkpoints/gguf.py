@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from opsmith.checkpoints import header
 from opsmith.checkpoints.empty import model_of, put, put_experts
@@ -41,7 +41,7 @@ _SCALED = {"factor": "factor", "original_max_position_embeddings": "original_con
 _FREQUENCIES = "rope_freqs.weight"  # what the frequencies of a Llama 3.1 or later are divided by
 
 
-def _pairs_apart(config: Any, name: str, rows: torch.Tensor) -> torch.Tensor:
+def _pairs_apart(config: Any, name: str, rows: Tensor) -> Tensor:
     """Rows of queries and keys, which the file has as pairs that are rotated together, as two halves of each head."""
     heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}.get(
         name.split(".")[-2]
@@ -51,13 +51,13 @@ def _pairs_apart(config: Any, name: str, rows: torch.Tensor) -> torch.Tensor:
     return rows.view(heads, -1, 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
 
 
-def _less_one(config: Any, name: str, rows: torch.Tensor) -> torch.Tensor:
+def _less_one(config: Any, name: str, rows: Tensor) -> Tensor:
     """The weight of a norm, which the file has with the one that the model adds."""
     return rows - 1 if name.endswith("norm.weight") else rows
 
 
 # What a file's architecture does to the rows of its tensors.
-_ROWS: dict[str, Callable[[Any, str, torch.Tensor], torch.Tensor]] = {
+_ROWS: dict[str, Callable[[Any, str, Tensor], Tensor]] = {
     "llama": _pairs_apart,
     **dict.fromkeys(("gemma2", "gemma3", "nemotron"), _less_one),
     **dict.fromkeys(
@@ -157,7 +157,7 @@ class _Filling:
 
     found: Header
     config: Any
-    rows: Callable[[Any, str, torch.Tensor], torch.Tensor]
+    rows: Callable[[Any, str, Tensor], Tensor]
     dtype: torch.dtype
     names: Any
     unread: set[str]
@@ -211,7 +211,7 @@ class _Filling:
             wanted = f"token_embd.{name}"  # which it is tied to
         return wanted if wanted in self.found.tensors else None
 
-    def packed(self, name: str, weight: torch.Tensor) -> PackedLinear:
+    def packed(self, name: str, weight: Tensor) -> PackedLinear:
         rows = self.read(name, weight)
         try:
             return PackedLinear.from_blocks(rows, format=self.found.tensors[name].type.lower())
@@ -227,7 +227,7 @@ class _Filling:
         packed = packed and not any(None in its for its in names.values())
         made: list[PackedExperts | nn.Parameter] = []
 
-        def together(these: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
+        def together(these: Sequence[Tensor], dim: int) -> Tensor:
             if module.is_concatenated or len(these) == 1:
                 return torch.cat(list(these), dim)
             return torch.stack(list(these), dim + 1).flatten(dim, dim + 1)  # gate and up take turns
@@ -259,7 +259,7 @@ class _Filling:
                 raise self.wrong(f"{its[0]}: {error}") from error
         return made
 
-    def floats(self, name: str | None, path: str, wanted: torch.Tensor) -> torch.Tensor:
+    def floats(self, name: str | None, path: str, wanted: Tensor) -> Tensor:
         """A parameter's numbers; those of few bits that no layer keeps are unpacked."""
         from gguf import GGMLQuantizationType
         from gguf.quants import dequantize
@@ -276,7 +276,7 @@ class _Filling:
             raise self.wrong(f"{name} is of type {kind}, which nothing here unpacks") from error
         return numbers.view(wanted.shape).to(self.dtype)
 
-    def read(self, name: str, wanted: torch.Tensor) -> torch.Tensor:
+    def read(self, name: str, wanted: Tensor) -> Tensor:
         """The bytes of a tensor's rows, in the model's order."""
         tensor = self.found.tensors[name]
         self.unread.discard(name)
@@ -297,7 +297,7 @@ class _Filling:
         self.unread.discard(_FREQUENCIES)
         for module in model.modules():
             held: Any = getattr(module, "inv_freq", None)
-            if isinstance(held, torch.Tensor):
+            if isinstance(held, Tensor):
                 if held.shape != by.shape or not bool((by > 0).all()):
                     raise self.wrong(f"{_FREQUENCIES} is not for {len(held)} frequencies")
                 held.div_(by)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from torch import nn
+from torch import Tensor, nn
 
 from opsmith.checkpoints import compressed
 from opsmith.checkpoints.compressed import Parts, from_words
@@ -94,12 +94,12 @@ class _Files:
                     self.file[name] = file
         self.unread = set(self.file)
 
-    def get(self, name: str) -> torch.Tensor | None:
+    def get(self, name: str) -> Tensor | None:
         if name not in self.file:
             return None
         self.unread.discard(name)
         with safe_open(self.file[name], framework="pt") as opened:
-            found: torch.Tensor = opened.get_tensor(name)
+            found: Tensor = opened.get_tensor(name)
         return found
 
 
@@ -204,7 +204,7 @@ def load(folder: Path, config: Any, dtype: torch.dtype) -> nn.Module:
     return model.eval()  # type: ignore[no-any-return]
 
 
-def _rows(end: str, parts: list[Any]) -> torch.Tensor:
+def _rows(end: str, parts: list[Any]) -> Tensor:
     """The tensors of gate and up as those of one layer of the rows of both."""
     if any(t is None for t in parts):
         raise KeyError(end)
@@ -220,7 +220,7 @@ def as_mixtral(name: str) -> str:
     return name.replace(".mlp.", ".block_sparse_moe.")
 
 
-def _float(files: _Files, name: str, wanted: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _float(files: _Files, name: str, wanted: Tensor, dtype: torch.dtype) -> Tensor:
     found = files.get(name)
     # Fewer bits are nothing without the scales that belong to them.
     if found is None or found.shape != wanted.shape or not found.is_floating_point() or found.itemsize < 2:

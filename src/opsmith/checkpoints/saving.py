@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from torch import nn
+from torch import Tensor, nn
 
 from opsmith.checkpoints import compressed
 from opsmith.checkpoints.compressed import Scheme
@@ -102,7 +102,7 @@ def _packed(model: nn.Module) -> tuple[Packed, Packed]:
 
 def _tensors(
     model: Any, layers: Packed, tables: Packed, schemes: dict[str, tuple[Scheme, dict[str, None]]]
-) -> Iterator[tuple[str, torch.Tensor]]:
+) -> Iterator[tuple[str, Tensor]]:
     """All that a folder holds of a model, each made when it is asked for; and by the way how layers are held."""
     named, seen = _names(model), set[int]()
     calls = MIXTRALS if named is as_mixtral else EXPERT
@@ -198,10 +198,10 @@ def _config(model: Any, layers: Packed, tables: Packed) -> Any:
     return its
 
 
-def _write(tensors: Iterator[tuple[str, torch.Tensor]], place: Path, most: int) -> None:
+def _write(tensors: Iterator[tuple[str, Tensor]], place: Path, most: int) -> None:
     """Files of so many bytes at most, and, of several, an index that says what is where."""
     files: list[dict[str, int]] = []
-    shard: dict[str, torch.Tensor] = {}
+    shard: dict[str, Tensor] = {}
 
     def flush() -> None:
         save_file(shard, place / f"{len(files)}", metadata={"format": "pt"})

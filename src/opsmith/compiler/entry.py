@@ -16,7 +16,7 @@ from types import FunctionType
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 from torch._dynamo.callback import CallbackArgs, callback_handler
 
 from opsmith import measure
@@ -74,7 +74,7 @@ def entry(model: nn.Module, session: Session) -> Callable[..., Any]:
     def captured(*args: Any, **kwargs: Any) -> Any:
         nonlocal general
         values = (*args, *kwargs.values())
-        tensors = [v for v in values if isinstance(v, torch.Tensor)]
+        tensors = [v for v in values if isinstance(v, Tensor)]
         one = next(model.parameters(), None)  # all of them are cast, moved and frozen together, as a rule
         what = (
             torch.is_grad_enabled(),
@@ -170,7 +170,7 @@ def _backend(session: Session) -> Callable[..., Any]:
             raise _Forgotten
         before = len(session.graphs)
         run = session.backend(gm, example_inputs)
-        part = Part(run, [run] if isinstance(run, Apart) else session.graphs[before:])
+        part = Part(run, run.graphs.values() if isinstance(run, Apart) else session.graphs[before:])
         session.parts.append(part)
         held = weakref.ref(part)
 
@@ -184,7 +184,7 @@ def _backend(session: Session) -> Callable[..., Any]:
 
 
 # What a key says all of. A cache without state is always the same.
-_PLAIN = (torch.Tensor, bool, int, float, str, NoState)
+_PLAIN = (Tensor, bool, int, float, str, NoState)
 _MANY = 1 << 16
 _OFTEN = 8  # captures of a call at sizes that are numbers to Dynamo, as of a loop that it unrolls
 # A size seen before may be captured anew too, after a change of the model; PyTorch 2.13 has a limit for each function.

@@ -5,12 +5,12 @@ from __future__ import annotations
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from opsmith import measure
 from opsmith.call.dispatch import is_sharded
@@ -64,13 +64,13 @@ class Capturing(threading.local):
 class Part:
     """What Dynamo calls of an optimized model: all of a call, or what stands between two breaks."""
 
-    def __init__(self, run: Callable[..., Any], graphs: Sequence[CompiledGraph | Apart]):
+    def __init__(self, run: Callable[..., Any], graphs: Collection[CompiledGraph]):
         self.run, self._graphs = run, graphs
 
     @property
     def left(self) -> bool:
         """Whether it runs as it was captured."""
-        return all(graph.left for graph in self._graphs)
+        return all(graph.report.left for graph in self._graphs)
 
 
 class Session:
@@ -96,7 +96,7 @@ class Session:
         self.latent = Latent(config)
         self.mixtures = Mixtures()
         self.paged = Paged(config)
-        self.before: dict[str, torch.Tensor] | None = None  # tensors as they were before a change of dtype
+        self.before: dict[str, Tensor] | None = None  # tensors as they were before a change of dtype
         self.skipped: list[str] = []  # sizes that the budget was too small to warm up
         self.unpacked = 0  # bytes of weights in linear layers that are not packed
         self.dtypes: set[torch.dtype] = set()  # of the weights of linear layers that stay the model's
@@ -272,7 +272,7 @@ class Session:
 
 def _learns(inputs: Sequence[Any]) -> bool:
     """Whether autograd records what is done to one of these."""
-    return torch.is_grad_enabled() and any(isinstance(t, torch.Tensor) and t.requires_grad for t in inputs)
+    return torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in inputs)
 
 
 def _has_own_gradients(gm: fx.GraphModule) -> bool:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -40,18 +40,18 @@ def mask(
     q_offset: int = 0,
     kv_offset: int = 0,
     mask_function: Callable[..., Any] = causal_mask_function,
-    attention_mask: torch.Tensor | None = None,
+    attention_mask: Tensor | None = None,
     local_size: int | None = None,
     allow_is_causal_skip: bool = True,
     always: bool = False,
     **options: Any,
-) -> torch.Tensor | None:
+) -> Tensor | None:
     """PyTorch's mask [batch, 1, q_length, kv_length], True where a key is seen; None for a plain causal one.
 
     Where it is causal, within a window perhaps, and hides nothing but padding, it has these words with it. With
     `always`, a plain one is made, too.
     """
-    made: torch.Tensor | None = sdpa_mask(
+    made: Tensor | None = sdpa_mask(
         batch_size,
         q_length,
         kv_length,
@@ -83,7 +83,7 @@ def plain(mask_function: Callable[..., Any], window: int | None) -> bool:
     return torch.equal(seen, (keys <= queries) & (keys > queries - window))
 
 
-def padding(kept: torch.Tensor, columns: int) -> list[int] | None:
+def padding(kept: Tensor, columns: int) -> list[int] | None:
     """How many columns at the left of each sequence a mask [batch, columns] hides; None where it hides others."""
     if kept.dim() != 2 or kept.shape[1] < columns:
         return None
@@ -92,17 +92,17 @@ def padding(kept: torch.Tensor, columns: int) -> list[int] | None:
 
 def attend(
     module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
     is_causal: bool | None = None,
     softcap: float | None = None,
-    s_aux: torch.Tensor | None = None,
+    s_aux: Tensor | None = None,
     **options: Any,
-) -> tuple[torch.Tensor, None]:
+) -> tuple[Tensor, None]:
     """Attention [batch, tokens, heads, width] of queries, keys and values [batch, heads, ..., width]."""
     if options.get("output_attentions"):
         raise ValueError(
@@ -118,7 +118,7 @@ def attend(
             )
         other: Any = ALL_ATTENTION_FUNCTIONS["sdpa"]
         more: Any = {"is_causal": is_causal, "softcap": softcap, **options}
-        found: tuple[torch.Tensor, None] = other(
+        found: tuple[Tensor, None] = other(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **more
         )
         return found
@@ -145,7 +145,7 @@ def attend(
 
 
 def _step(
-    module: nn.Module, update: Update, attention_mask: torch.Tensor | None, words: Words | None
+    module: nn.Module, update: Update, attention_mask: Tensor | None, words: Words | None
 ) -> Step | None:
     """The step that a call on pages takes, if what its mask hides is what the pages leave out."""
     layer, step = update.layer, update.step
@@ -166,13 +166,13 @@ def _step(
 def on_pages(
     layer: PagedLayer,
     step: Step,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
     window: int | None,
     how: dict[str, Any],
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
+    out: Tensor | None = None,
+) -> Tensor:
     """Causal attention of new tokens, whose rows are in their blocks, on these and on what was there before.
 
     A few of them read the blocks, and may write to `out`; a prompt its own keys and values, with what was there before,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from opsmith.decoding.pages import Pages, Step
@@ -24,8 +24,8 @@ class Update:
 
     layer: PagedLayer
     step: Step
-    key: torch.Tensor
-    value: torch.Tensor
+    key: Tensor
+    value: Tensor
 
     @property
     def first(self) -> int:
@@ -33,7 +33,7 @@ class Update:
         return 0 if not self.step.past else self.layer.pages.oldest(self.step.past)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def gathered(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def gathered(self) -> tuple[Tensor, Tensor]:
         """Keys and values of all columns that the new tokens may see."""
         if not self.step.past:
             return self.key, self.value
@@ -50,12 +50,12 @@ class OnPages(DynamicLayer):  # type: ignore[misc]  # transformers has no types
     _rows: Any  # keys and values of so many columns, as the library's layers have them
 
     @property
-    def keys(self) -> torch.Tensor | None:
+    def keys(self) -> Tensor | None:
         """[batch, heads, columns, width]: read together, as the library's layers have them."""
         return self._rows(self.columns)[0] if self.columns else None
 
     @property
-    def values(self) -> torch.Tensor | None:
+    def values(self) -> Tensor | None:
         """[batch, heads, columns, width]: read together, as the library's layers have them."""
         return self._rows(self.columns)[1] if self.columns else None
 
@@ -72,13 +72,13 @@ class OnPages(DynamicLayer):  # type: ignore[misc]  # transformers has no types
         if self.lead:
             self.pages.crop(max(0, self.columns + tokens_to_remove))
 
-    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+    def reorder_cache(self, beam_idx: Tensor) -> None:
         self._select(beam_idx.tolist())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         self._select([i for i in range(self.pages.batch) for _ in range(repeats)])
 
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
+    def batch_select_indices(self, indices: Tensor) -> None:
         rows = indices.nonzero().flatten() if indices.dtype == torch.bool else indices
         self._select(rows.tolist())
 
@@ -145,11 +145,11 @@ class PagedLayer(OnPages):
     def activate_past_recording(self) -> None:
         self.pages.keep = True
 
-    def _rows(self, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _rows(self, columns: int) -> tuple[Tensor, Tensor]:
         slots = self.pages.slots(self.pages.oldest(columns), columns)
         return self.held.read(slots, self.held.given)
 
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         dtype = self.dtype_held or key_states.dtype
         ahead = 0
         if self.max_tokens is not None:
@@ -157,7 +157,7 @@ class PagedLayer(OnPages):
         self.pool = KeyValuePool(key_states, value_states, self.pages.block_size, dtype, ahead)
         self.pages.pools.append(self.pool)
 
-    def begin(self, key: torch.Tensor, value: torch.Tensor) -> Step:
+    def begin(self, key: Tensor, value: Tensor) -> Step:
         """Room for new tokens' keys and values; the first of the layers that share pages makes it for all.
 
         Raises:
@@ -180,7 +180,7 @@ class PagedLayer(OnPages):
             )
         return step
 
-    def _check(self, key: torch.Tensor, value: torch.Tensor) -> None:
+    def _check(self, key: Tensor, value: Tensor) -> None:
         if key.dim() != 4 or value.dim() != 4 or key.shape[:3] != value.shape[:3]:
             raise ValueError(
                 "PagedCache: expected keys and values [batch, heads, tokens, width], alike but for the width, got "
@@ -222,7 +222,7 @@ class PagedLayer(OnPages):
             )
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def write(self, key: torch.Tensor, value: torch.Tensor) -> Update:
+    def write(self, key: Tensor, value: Tensor) -> Update:
         """Put new keys and values into their blocks."""
         step = self.begin(key, value)
         self.held.fit(self.pages.capacity)
@@ -241,8 +241,8 @@ class PagedLayer(OnPages):
         return pages.step
 
     def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
         """Hold new keys and values, and give back those of all columns that the new tokens may see."""
         update = self.write(key_states, value_states)
         if torch.compiler.is_compiling():
@@ -321,7 +321,7 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers has no types
         held = torch.int8 if int8 else dtype
         super().__init__(layers=paged(DynamicCache(config=config).layers, block_size, held, max_tokens))
 
-    def reorder(self, order: torch.Tensor) -> None:
+    def reorder(self, order: Tensor) -> None:
         """Sequences `order` become the batch, as `reorder_cache` does: `cache.reorder(torch.tensor([0, 0, 2]))`."""
         self.reorder_cache(order)
 

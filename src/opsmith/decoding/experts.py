@@ -7,7 +7,7 @@ import math
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import activations
 from transformers.integrations import moe
 
@@ -28,12 +28,8 @@ _told: set[str] = set()  # why modules went another way, each reason once
 
 
 def mixed(
-    module: Any,
-    hidden_states: torch.Tensor,
-    top_k_index: torch.Tensor,
-    top_k_weights: torch.Tensor,
-    packed: Any = None,
-) -> torch.Tensor:
+    module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, packed: Any = None
+) -> Tensor:
     """What a module of experts computes [T, D], by `opsmith.ops.experts` where that has its form.
 
     Of another form it is left to transformers, and the log `opsmith` says why; but weights that are packed, its own or
@@ -45,7 +41,7 @@ def mixed(
         if why not in _told and not torch.compiler.is_compiling():
             _told.add(why)
             _LOG.info("%s: experts are left to transformers: %s", type(module).__name__, why)
-        left: torch.Tensor = moe.ALL_EXPERTS_FUNCTIONS[_OTHERWISE](
+        left: Tensor = moe.ALL_EXPERTS_FUNCTIONS[_OTHERWISE](
             module, hidden_states, top_k_index, top_k_weights
         )
         return left
@@ -76,7 +72,7 @@ def unlike(module: Any, dtype: torch.dtype) -> str:
     if not ours:
         return f"their gate is none of ours ({type(module).__name__})"
     held = [getattr(module, name) for name in ("gate_up_proj", "down_proj")]
-    if not all(isinstance(t, torch.Tensor) for t in held):
+    if not all(isinstance(t, Tensor) for t in held):
         return "their weights are no tensors"
     if others := [t.dtype for t in held if t.dtype is not dtype]:
         return f"their weights are {others[0]}, their input is {dtype}"

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
 _LEFT = -1  # the window: a block that nobody looks at any more, whatever a table says there
 _MANY = 64  # new slots, from which on tensors compute them
@@ -26,9 +27,9 @@ class Step:
 
     past: int  # columns before these
     tokens: int  # of each sequence
-    slots: torch.Tensor  # [batch * tokens], -1 for padding and for what no later token sees
-    tables: torch.Tensor  # [batch, blocks] int32
-    lens: torch.Tensor  # [batch] int32, the new rows included
+    slots: Tensor  # [batch * tokens], -1 for padding and for what no later token sees
+    tables: Tensor  # [batch, blocks] int32
+    lens: Tensor  # [batch] int32, the new rows included
 
     @property
     def columns(self) -> int:
@@ -43,7 +44,7 @@ class Pool(Protocol):
         """Make these blocks copies of those."""
 
 
-def padded(kept: torch.Tensor) -> list[int] | None:
+def padded(kept: Tensor) -> list[int] | None:
     """How many columns at the left of each sequence a mask [batch, columns] hides; None for other holes."""
     kept = kept.to(torch.bool)
     columns = kept.shape[1]
@@ -108,14 +109,14 @@ class Pages:
         """The first column that a token behind so many sees."""
         return 0 if self.window is None else max(0, columns - self.window + 1)
 
-    def there(self, first: int, end: int) -> torch.Tensor | None:
+    def there(self, first: int, end: int) -> Tensor | None:
         """[batch, 1, 1, end - first]: whether each column is one of the sequence's own; None where all of them are."""
         if all(start <= first for start in self.starts):
             return None
         starts = torch.tensor(self.starts, device=self.device)
         return torch.arange(first, end, device=self.device) >= starts.view(-1, 1, 1, 1)
 
-    def slots(self, first: int, end: int) -> torch.Tensor:
+    def slots(self, first: int, end: int) -> Tensor:
         """[batch, end - first]: the slot of each column, -1 where there is padding."""
         columns = torch.arange(first, end, device=self.device)
         row = columns - torch.tensor(self.starts, dtype=torch.int64, device=self.device).view(-1, 1)
@@ -123,7 +124,7 @@ class Pages:
         block = self._tables.long().gather(1, at // self.block_size)
         return (block * self.block_size + at % self.block_size).masked_fill(row < 0, -1)
 
-    def _slots(self, first: int, end: int) -> torch.Tensor:
+    def _slots(self, first: int, end: int) -> Tensor:
         """[batch * new columns]: as above, and -1 before the first."""
         new = end - self.columns
         if self.batch * new <= _MANY:
@@ -171,7 +172,7 @@ class Pages:
         self._drop(self.oldest(self.columns))
 
     @staticmethod
-    def _new(made: torch.Tensor) -> torch.Tensor:
+    def _new(made: Tensor) -> Tensor:
         """A tensor that is written later, out of inference mode too."""
         with torch.inference_mode(False):
             return made.clone() if made.is_inference() else made

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from opsmith.ops import reshape_and_cache
 
@@ -23,7 +24,7 @@ class KeyValuePool:
     """
 
     def __init__(
-        self, key: torch.Tensor, value: torch.Tensor, block_size: int, dtype: torch.dtype, ahead: int = 0
+        self, key: Tensor, value: Tensor, block_size: int, dtype: torch.dtype, ahead: int = 0
     ) -> None:
         self.block_size, self.dtype, self.given = block_size, dtype, key.dtype
         self._ahead, self._blocks = ahead or -(-_AHEAD // block_size), 0
@@ -56,7 +57,7 @@ class KeyValuePool:
                     self.parts[name][: self._blocks] = t[: self._blocks]
         self._blocks = blocks
 
-    def fits(self, key: torch.Tensor, value: torch.Tensor) -> bool:
+    def fits(self, key: Tensor, value: Tensor) -> bool:
         """Whether keys and values have the heads and widths that lie here."""
         cache = self.parts["k_cache"], self.parts["v_cache"]
         return all(
@@ -64,19 +65,19 @@ class KeyValuePool:
             for x, c in zip((key, value), cache, strict=True)
         )
 
-    def write(self, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor) -> None:
+    def write(self, key: Tensor, value: Tensor, slots: Tensor) -> None:
         """Put new rows [batch, heads, tokens, width] into their slots."""
         k, v = (self._rows(x) for x in (key, value))
         reshape_and_cache(k, v, slot_mapping=slots, **self.parts)
 
-    def _rows(self, x: torch.Tensor) -> torch.Tensor:
+    def _rows(self, x: Tensor) -> Tensor:
         """[batch * tokens, heads, width] as they are to be held; of one token a view, for each layer asks for it."""
         rows = x.squeeze(2) if x.shape[2] == 1 else x.transpose(1, 2).flatten(0, 1)
         if rows.requires_grad:
             rows = rows.detach()
         return rows if self.dtype in (rows.dtype, torch.int8) else rows.to(self.dtype)
 
-    def read(self, slots: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    def read(self, slots: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Keys and values [batch, heads, columns, width] of slots [batch, columns]; zeros where the slot is -1."""
         there = (slots >= 0)[:, :, None, None]
         slots = slots.clamp(min=0)

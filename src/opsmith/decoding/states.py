@@ -11,26 +11,25 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 # What is known without the numbers.
 _PROPERTIES = ("shape", "dtype", "device", "ndim", "requires_grad", "is_cuda", "layout")
 _METHODS = ("size", "dim", "numel", "is_floating_point", "__len__")
-_KNOWN = {getattr(torch.Tensor, name).__get__ for name in _PROPERTIES} | {
-    getattr(torch.Tensor, name) for name in _METHODS
+_KNOWN = {getattr(Tensor, name).__get__ for name in _PROPERTIES} | {
+    getattr(Tensor, name) for name in _METHODS
 }
 
 
-class PagedStates(torch.Tensor):
+class PagedStates(Tensor):
     """Keys or values of a layer, `[batch, heads, columns, width]`, which lie in blocks."""
 
-    together: Callable[[], torch.Tensor]
+    together: Callable[[], Tensor]
     source: Any
 
     @classmethod
-    def of(
-        cls, new: torch.Tensor, columns: int, together: Callable[[], torch.Tensor], source: Any
-    ) -> PagedStates:
+    def of(cls, new: Tensor, columns: int, together: Callable[[], Tensor], source: Any) -> PagedStates:
         """For so many columns, the last of them `new`.
 
         Args:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from opsmith import decoding
@@ -29,12 +29,12 @@ NAME = "opsmith_step"  # of this attention in transformers' registry
 class _Stateless(CacheLayerMixin):  # type: ignore[misc]  # transformers has no types
     """A layer that gives new keys and values back as they came; the attention knows where the others are."""
 
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """There is nothing to prepare."""
 
     def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
         return key_states, value_states
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -87,10 +87,10 @@ class Calling:
             found.append((step.tokens, bool(step.past), step.tables.shape))
         return tuple(found)
 
-    def tensors(self) -> list[torch.Tensor]:
+    def tensors(self) -> list[Tensor]:
         return [t for step in self.steps.values() for t in (step.slots, step.tables, step.lens)]
 
-    def of(self, tensors: Iterable[torch.Tensor]) -> AbstractContextManager[None]:
+    def of(self, tensors: Iterable[Tensor]) -> AbstractContextManager[None]:
         """The same call with these."""
         given = iter(tensors)
         steps = {
@@ -102,15 +102,15 @@ class Calling:
 
 def attend(
     module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
     scaling: float | None = None,
     softcap: float | None = None,
-    s_aux: torch.Tensor | None = None,
+    s_aux: Tensor | None = None,
     **options: Any,
-) -> tuple[torch.Tensor, None]:
+) -> tuple[Tensor, None]:
     """Attention of a layer whose keys and values lie in pages, as transformers calls it."""
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     at: int = module.layer_idx  # type: ignore[assignment]
@@ -128,15 +128,15 @@ _LIBRARY.define(
 
 
 def _run(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    sinks: torch.Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
     layer: int,
     scale: float,
     softcap: float,
     *,
-    y: torch.Tensor,
+    y: Tensor,
 ) -> None:
     call = decoding.call.laid
     if not isinstance(call, Calling):

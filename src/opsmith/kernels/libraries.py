@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from opsmith.kernels import build as builder, cache, compiler, isa, triton
 from opsmith.kernels.build import BuildError, Library
@@ -305,7 +306,7 @@ def _load_when_called(kernel: str) -> None:
     calling = threading.local()
 
     def first(*args: Any, **kwargs: Any) -> Any:
-        if any(isinstance(t, torch.Tensor) and not t.is_cpu for t in (*args, *kwargs.values())):
+        if any(isinstance(t, Tensor) and not t.is_cpu for t in (*args, *kwargs.values())):
             raise NotImplementedError(f"opsmith::{kernel} has no kernel for the device of these tensors")
         if not load(kernel):
             raise NotImplementedError(f"opsmith::{kernel} has no kernel here (see `opsmith doctor`)")

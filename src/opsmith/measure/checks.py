@@ -15,11 +15,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from .pool import Inputs, tensors_of, with_tensors
 
 # A number is the largest absolute error allowed. A callable gets (got, exact) and returns that number.
-Tolerance = float | Callable[[torch.Tensor, torch.Tensor], float]
+Tolerance = float | Callable[[Tensor, Tensor], float]
 
 # Without a tolerance: this many units in the last place of the output's dtype, at the output's scale.
 _ULPS = 4.0
@@ -61,7 +62,7 @@ def ulp(dtype: torch.dtype, scale: float) -> float:
     return float(max(info.eps * 2.0**exponent, info.tiny * info.eps))
 
 
-def _allowed(got: torch.Tensor, exact: torch.Tensor, tolerance: Tolerance | None) -> float:
+def _allowed(got: Tensor, exact: Tensor, tolerance: Tolerance | None) -> float:
     if callable(tolerance):
         return float(tolerance(got, exact))
     if tolerance is not None:
@@ -122,7 +123,7 @@ def compare_outputs(
     return worst
 
 
-def _differences(out: torch.Tensor, right: torch.Tensor, allowed: float) -> tuple[torch.Tensor, float]:
+def _differences(out: Tensor, right: Tensor, allowed: float) -> tuple[Tensor, float]:
     """Where the output is wrong, and the largest error, infinite where one of the two is not finite."""
     a, b = out.double(), right.double()
     if out.dtype.is_floating_point:
@@ -133,9 +134,7 @@ def _differences(out: torch.Tensor, right: torch.Tensor, allowed: float) -> tupl
     return ~(error <= allowed), float(error.max()) if error.numel() else 0.0
 
 
-def _fault(
-    out: torch.Tensor, right: torch.Tensor, wrong: torch.Tensor, error: float, previous: torch.Tensor | None
-) -> str:
+def _fault(out: Tensor, right: Tensor, wrong: Tensor, error: float, previous: Tensor | None) -> str:
     if previous is not None and previous.shape == out.shape and torch.equal(previous, out):
         return "cached answer"
     bad = wrong.flatten()
@@ -150,7 +149,7 @@ def _fault(
     return "low precision" if out.dtype.is_floating_point and error < 0.1 * scale else "wrong value"
 
 
-def poison(tensor: torch.Tensor) -> torch.Tensor:
+def poison(tensor: Tensor) -> Tensor:
     """Fills a tensor with what no kernel computes: NaN, or the extreme value of an integer dtype; returns it.
 
     >>> bool(poison(torch.empty(3)).isnan().all())
@@ -164,7 +163,7 @@ def poison(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.fill_(torch.iinfo(tensor.dtype).min)
 
 
-def _looks_poisoned(tensor: torch.Tensor) -> torch.Tensor:
+def _looks_poisoned(tensor: Tensor) -> Tensor:
     if tensor.dtype.is_floating_point:
         return tensor.isnan()
     if tensor.dtype == torch.bool:
@@ -194,10 +193,10 @@ class _Copy:
     """A private copy of the inputs, strides and sharing kept, whose memory can be compared and changed."""
 
     def __init__(self, inputs: Sequence[Any]) -> None:
-        self._memory: dict[int, torch.Tensor] = {}
+        self._memory: dict[int, Tensor] = {}
         self.inputs: Inputs = with_tensors(tuple(inputs), self._copy)
 
-    def _copy(self, t: torch.Tensor) -> torch.Tensor:
+    def _copy(self, t: Tensor) -> Tensor:
         storage = t.untyped_storage()
         key = storage.data_ptr()
         if key not in self._memory:
@@ -207,10 +206,10 @@ class _Copy:
         twin.set_(self._memory[key].untyped_storage(), t.storage_offset(), t.shape, t.stride())
         return twin.requires_grad_(t.requires_grad)
 
-    def snapshot(self) -> list[torch.Tensor]:
+    def snapshot(self) -> list[Tensor]:
         return [flat.clone() for flat in self._memory.values()]
 
-    def unchanged_since(self, snapshot: list[torch.Tensor]) -> bool:
+    def unchanged_since(self, snapshot: list[Tensor]) -> bool:
         return all(torch.equal(a, b) for a, b in zip(self._memory.values(), snapshot, strict=True))
 
     def vary(self, turn: int) -> None:
@@ -249,7 +248,7 @@ def exact_turns(inputs: Sequence[Any], calls: int = 3) -> Iterator[Inputs]:
     return (_exact(copy.inputs) for copy in _turns(inputs, calls))
 
 
-def _are_offsets(flat: torch.Tensor) -> bool:
+def _are_offsets(flat: Tensor) -> bool:
     """Integers from 0 that never decrease: where parts of something begin, which would mean nothing shuffled."""
     if flat.dtype not in (torch.int32, torch.int64):
         return False
@@ -257,7 +256,7 @@ def _are_offsets(flat: torch.Tensor) -> bool:
 
 
 def _exact(inputs: Inputs) -> Inputs:
-    def up(t: torch.Tensor) -> torch.Tensor:
+    def up(t: Tensor) -> Tensor:
         raised = t.detach().double() if t.dtype.is_floating_point else t.detach().clone()
         return raised.requires_grad_(t.requires_grad)
 
@@ -270,7 +269,7 @@ def check_call(
     reference: Callable[..., object],
     tolerance: Tolerance | None = None,
     *,
-    outs: Sequence[torch.Tensor] = (),
+    outs: Sequence[Tensor] = (),
     calls: int = 3,
     name: str = "call",
 ) -> Checked:
@@ -302,7 +301,7 @@ def check_call(
     if calls not in (1, 2, 3):
         raise ValueError(f"check_call: calls must be 1, 2 or 3, got {calls!r}")
     error, allowed = 0.0, 0.0
-    previous: list[torch.Tensor] = []
+    previous: list[Tensor] = []
     for copy in _turns(inputs, calls):
         buffers = [
             poison(torch.empty_strided(o.shape, o.stride(), dtype=o.dtype, device=o.device)) for o in outs

@@ -10,12 +10,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 _LEAST = 1 << 16  # bytes that are worth a call of the system
 _MUCH = 1 << 26  # bytes that are worth looking up where files are mapped, which takes milliseconds
 
 
-def forget(t: torch.Tensor) -> None:
+def forget(t: Tensor) -> None:
     """Give the memory of a tensor back, whose numbers nobody reads again; where it lies stays its own.
 
     >>> forget(torch.ones(1 << 20))
@@ -43,7 +44,7 @@ class Read:
     def __init__(self) -> None:
         self._places: list[tuple[int, int]] = []  # and not the tensors, which are not held
 
-    def add(self, t: torch.Tensor) -> None:
+    def add(self, t: Tensor) -> None:
         """One more; when they have become many, all of them are given back."""
         if t.device.type == "cpu" and t.nbytes >= _LEAST:
             self._places.append((t.data_ptr(), t.nbytes))

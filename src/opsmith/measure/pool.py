@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from .machine import describe
@@ -19,14 +20,14 @@ _MEMORY_SHARE = 8
 Inputs = tuple[Any, ...]
 
 
-def tensors_of(value: Any) -> Iterator[torch.Tensor]:
+def tensors_of(value: Any) -> Iterator[Tensor]:
     """Every tensor in nested tuples, lists and dictionaries."""
-    return (leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor))
+    return (leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor))
 
 
-def with_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+def with_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """The same nested tuples, lists and dictionaries with other tensors."""
-    return pytree.tree_map_only(torch.Tensor, change, value)
+    return pytree.tree_map_only(Tensor, change, value)
 
 
 def cold_bytes(device: str | torch.device = "cpu") -> int:

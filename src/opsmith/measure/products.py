@@ -7,6 +7,7 @@ import time
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
@@ -33,7 +34,7 @@ def slowness(dtype: torch.dtype) -> float:
         torch.set_num_threads(threads)
 
 
-def _seconds(x: torch.Tensor) -> float:
+def _seconds(x: Tensor) -> float:
     times = []
     for _ in range(4):
         start = time.perf_counter()
@@ -71,6 +72,6 @@ class Widened(TorchDispatchMode):
         kwargs = kwargs or {}
         if func not in _PRODUCTS or args[0].device.type != "cpu" or not lacks_unit(dtype := args[0].dtype):
             return func(*args, **kwargs)
-        widen = functools.partial(tree_map_only, torch.Tensor, lambda t: t.float() if t.dtype == dtype else t)
+        widen = functools.partial(tree_map_only, Tensor, lambda t: t.float() if t.dtype == dtype else t)
         result = func(*widen(args), **widen(kwargs))
         return (result[0].to(dtype), *result[1:]) if isinstance(result, tuple) else result.to(dtype)

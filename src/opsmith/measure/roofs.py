@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from .machine import describe
 from .pool import cold_bytes
@@ -268,7 +269,7 @@ def _matmul_probes(kind: str, n: int, device: torch.device) -> list[Probe]:
     return probes
 
 
-def _prepacked(a: torch.Tensor, b: torch.Tensor) -> dict[str, Callable[[], object]]:
+def _prepacked(a: Tensor, b: Tensor) -> dict[str, Callable[[], object]]:
     """The matmuls of the libraries behind torch, with the weight packed once, as a compiled model has it."""
     ways: dict[str, Callable[[], object]] = {}
     n = a.shape[0]

@@ -8,12 +8,13 @@ and linear layers, up to the attention that mixes the tokens.
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 _WORTH = 4  # one row of so many must be zero to be worth a copy of the others
 _LOOK = 16  # numbers of each row that are looked at first, a cache line: of a dense gradient no others
 
 
-def nonzero_rows(x: torch.Tensor) -> torch.Tensor | None:
+def nonzero_rows(x: Tensor) -> Tensor | None:
     """The numbers of the rows of x [M, N] that are not zero; None where that are most, or where nobody looks.
 
     Where all are zero, row 0 stands for them. Float32 on a CPU is looked at: the products of the others are libraries'.
@@ -33,6 +34,6 @@ def nonzero_rows(x: torch.Tensor) -> torch.Tensor | None:
     return rows if len(rows) else rows.new_zeros(1)
 
 
-def among_zeros(few: torch.Tensor, rows: torch.Tensor, m: int) -> torch.Tensor:
+def among_zeros(few: Tensor, rows: Tensor, m: int) -> Tensor:
     """[m, N]: these rows, and zeros elsewhere."""
     return few.new_zeros(m, few.shape[1]).index_copy_(0, rows, few)

@@ -5,19 +5,20 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from opsmith.call.arguments import short
 
 
-def has_values(*tensors: torch.Tensor) -> bool:
+def has_values(*tensors: Tensor) -> bool:
     """False where values cannot be looked at: while a graph is captured, and on the meta device."""
     if torch.compiler.is_compiling() or any(t.is_meta or isinstance(t, FakeTensor) for t in tensors):
         return False
     return not (any(t.is_cuda for t in tensors) and torch.cuda.is_current_stream_capturing())
 
 
-def check_slots(op: str, slots: torch.Tensor, blocks: int, size: int) -> None:
+def check_slots(op: str, slots: Tensor, blocks: int, size: int) -> None:
     """Refuse slots that are neither -1 nor within so many blocks of this size."""
     if not slots.numel() or not has_values(slots):
         return
@@ -32,7 +33,7 @@ def check_slots(op: str, slots: torch.Tensor, blocks: int, size: int) -> None:
 
 
 def check_pages(
-    op: str, tables: torch.Tensor, lengths: torch.Tensor, blocks: int, size: int, seen: int | None = None
+    op: str, tables: Tensor, lengths: Tensor, blocks: int, size: int, seen: int | None = None
 ) -> None:
     """Refuse lengths [S] that the tables [S, n] cannot hold, and blocks that are not there among those that are read.
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 TINY = torch.finfo(torch.float32).tiny
 
@@ -23,7 +24,7 @@ class RoundingError:
 
 
 def round_in_parts(
-    matrix: torch.Tensor, rows: int, keep: Callable[[slice, torch.Tensor], torch.Tensor], every: str = ""
+    matrix: Tensor, rows: int, keep: Callable[[slice, Tensor], Tensor], every: str = ""
 ) -> RoundingError:
     """Round a matrix so many rows at a time: float32 copies of the whole need not fit.
 
@@ -51,7 +52,7 @@ def round_in_parts(
     return RoundingError(largest, (lost / total) ** 0.5 if total else 0.0)
 
 
-def round_rows(part: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def round_rows(part: Tensor) -> tuple[Tensor, Tensor]:
     """Rows as whole numbers in [-127, 127], and their scales: the largest magnitude becomes 127.
 
     A scale is never zero, so that a row of zeros divides by something, and never so small that it loses its own digits.
@@ -60,11 +61,11 @@ def round_rows(part: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return (part / scale[:, None]).round_().clamp_(-127, 127), scale
 
 
-def on_grid(numbers: torch.Tensor, scale: torch.Tensor, middle: torch.Tensor | float) -> torch.Tensor:
+def on_grid(numbers: Tensor, scale: Tensor, middle: Tensor | float) -> Tensor:
     """The nearest of 0..15 for each number, which stands for `(it - middle) scale`."""
     return (numbers / scale).round_().add_(middle).clamp_(0, 15)
 
 
-def _squared(t: torch.Tensor) -> float:
+def _squared(t: Tensor) -> float:
     """The sum of its squares, in float64: a norm converts as it sums, in a quarter of the time."""
     return float(torch.linalg.vector_norm(t, dtype=torch.float64)) ** 2

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import opsmith.ops  # noqa: F401  the cards register themselves
 from opsmith import measure
@@ -238,7 +238,7 @@ def _fill(found: Phase, shaped: Watched, runs: list[Watched], guides: list[CallS
 def _device(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     own = list(model.parameters())[:1] if isinstance(model, nn.Module) else []
     for value in (*own, *args, *kwargs.values()):
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, Tensor):
             return value.device.type
     return "cpu"
 

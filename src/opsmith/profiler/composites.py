@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
@@ -56,7 +56,7 @@ class CallSequence:
         owner = self.owners[call]
         return ~call if owner is None else owner
 
-    def at(self, runs: Iterable[tuple[int, Sequence[torch.Tensor]]]) -> list[Unit]:
+    def at(self, runs: Iterable[tuple[int, Sequence[Tensor]]]) -> list[Unit]:
         """The operators at the sizes of a run: its calls by their place in the sequence, and what each was given."""
         seen: dict[Any, Counter[int]] = {}
         for place, given in runs if self.shapes else ():
@@ -78,15 +78,15 @@ def trace(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
         Exception: whatever the call or PyTorch's tracer raises; the caller goes on without.
     """
     leaves, form = pytree.tree_flatten((args, kwargs))
-    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
 
-    def run(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    def run(*tensors: Tensor) -> list[Tensor]:
         values = list(leaves)
         for place, tensor in zip(places, tensors, strict=True):
             values[place] = tensor
         again, named = pytree.tree_unflatten(values, form)
         result = pytree.tree_leaves(call(*again, **named))
-        return [leaf for leaf in result if isinstance(leaf, torch.Tensor)]
+        return [leaf for leaf in result if isinstance(leaf, Tensor)]
 
     tracer = make_fx(
         run,
@@ -156,7 +156,7 @@ def _enter(sequence: CallSequence, site: Site, place: dict[fx.Node, int]) -> Non
 
 
 def _is_tensor(value: Any) -> bool:
-    return isinstance(value, fx.Node) and isinstance(value.meta.get("val"), torch.Tensor)
+    return isinstance(value, fx.Node) and isinstance(value.meta.get("val"), Tensor)
 
 
 def describe(site: Site, pieces: list[str], known: Mapping[Any, int] | None = None) -> Unit:
@@ -170,6 +170,4 @@ def describe(site: Site, pieces: list[str], known: Mapping[Any, int] | None = No
 
 
 def _bytes(value: Any) -> int:
-    return sum(
-        int(v.numel()) * v.element_size() for v in pytree.tree_leaves(value) if isinstance(v, torch.Tensor)
-    )
+    return sum(int(v.numel()) * v.element_size() for v in pytree.tree_leaves(value) if isinstance(v, Tensor))

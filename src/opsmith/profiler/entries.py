@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from opsmith.call.layouts import nbytes
 from opsmith.operator import Cost, Kind, Operator, registry
@@ -104,7 +105,7 @@ def _estimate(card: Operator, formula: Callable[..., Cost], call: dict[str, Any]
     except NotImplementedError:
         return None, ""  # a card that has no formula for this call says so
     except Exception as error:  # whatever a card's author got wrong: the report names it
-        if any(isinstance(v, torch.Tensor) and v.is_meta for v in call.values()) and "meta" in str(error):
+        if any(isinstance(v, Tensor) and v.is_meta for v in call.values()) and "meta" in str(error):
             return None, ""  # it depends on values, and there are none
         lines = str(error).splitlines() or [""]
         return None, f"the cost of {card.name} raised {type(error).__name__}: {lines[0]}"
@@ -137,7 +138,7 @@ def _of_card(card: Operator, call: dict[str, Any]) -> dict[str, Any] | None:
     if any(p.default is p.empty and p.name not in call for p in named):
         return None
     # Settings that an entry writes as numbers, the function as words or None: only tensors are sure to mean the same.
-    return {p.name: call[p.name] for p in named if isinstance(call.get(p.name), torch.Tensor | float)}
+    return {p.name: call[p.name] for p in named if isinstance(call.get(p.name), Tensor | float)}
 
 
 def named(name: str, inputs: Inputs) -> dict[str, Any] | None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._C._profiler import _RecordFunctionFast
 from torch.utils import _pytree as pytree
 
@@ -50,7 +50,7 @@ class Run:
 
 def _copied(module: nn.Module, args: Any, kwargs: Any) -> Any:
     """A call as it is before it runs, nothing of it the caller's but for the weights; or the error."""
-    given = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+    given = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
     try:
         if sum(t.nbytes for t in (*given, *module.buffers())) > LARGEST:
             raise ValueError("a call's arguments and buffers are too large to be copied for it")

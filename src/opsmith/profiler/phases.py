@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from opsmith.profiler.collect import Watched
@@ -99,7 +99,7 @@ def _decode(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Work:
         "profile: decode needs a model that takes input_ids and past_key_values; give your own step to "
         "opsmith.profile as a callable"
     )
-    if not _takes(model, "past_key_values") or not isinstance(ids, torch.Tensor):
+    if not _takes(model, "past_key_values") or not isinstance(ids, Tensor):
         raise refusal
     state: dict[str, Any] = {}
     step = ids[:, -1:]
@@ -141,18 +141,18 @@ def _training(name: str, model: Any, args: tuple[Any, ...], kwargs: dict[str, An
         )
     if _takes(model, "labels") and "labels" not in kwargs:
         ids = kwargs.get("input_ids", args[0] if args else None)
-        if isinstance(ids, torch.Tensor):
+        if isinstance(ids, Tensor):
             kwargs = {**kwargs, "labels": ids}
     if _takes(model, "use_cache"):
         kwargs = {"use_cache": False, **kwargs}
     state: dict[str, Any] = {}
 
-    def loss() -> torch.Tensor:
+    def loss() -> Tensor:
         output = model(*args, **kwargs)
         found = getattr(output, "loss", None)
-        if isinstance(found, torch.Tensor):
+        if isinstance(found, Tensor):
             return found
-        tensors = [t for t in pytree.tree_leaves(output) if isinstance(t, torch.Tensor) and t.requires_grad]
+        tensors = [t for t in pytree.tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad]
         if not tensors:
             raise ValueError(f"profile: {name} needs a result that has a gradient, and this model gives none")
         return tensors[0] if tensors[0].dim() == 0 else tensors[0].float().mean()
@@ -181,12 +181,12 @@ def _takes(model: Any, argument: str) -> bool:
         return False
 
 
-def _ids(args: Iterable[Any], kwargs: dict[str, Any]) -> torch.Tensor | None:
+def _ids(args: Iterable[Any], kwargs: dict[str, Any]) -> Tensor | None:
     named = kwargs.get("input_ids")
-    if isinstance(named, torch.Tensor):
+    if isinstance(named, Tensor):
         return named
     for value in (*args, *kwargs.values()):
-        if isinstance(value, torch.Tensor) and not value.is_floating_point() and value.dtype != torch.bool:
+        if isinstance(value, Tensor) and not value.is_floating_point() and value.dtype != torch.bool:
             return value
     return None
 
@@ -196,7 +196,7 @@ def _tokens(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     ids = _ids(args, kwargs)
     if ids is not None:
         return ids.numel()
-    first = next((v for v in (*args, *kwargs.values()) if isinstance(v, torch.Tensor)), None)
+    first = next((v for v in (*args, *kwargs.values()) if isinstance(v, Tensor)), None)
     return first.numel() // max(first.shape[-1], 1) if first is not None and first.dim() == 3 else 0
 
 
@@ -206,21 +206,21 @@ def _facts(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, float]:
     ids = _ids(args, kwargs)
     if ids is not None and ids.dim():
         facts["sequences"] = float(ids.shape[0])
-    mask = next((v for k, v in kwargs.items() if "mask" in k and isinstance(v, torch.Tensor)), None)
+    mask = next((v for k, v in kwargs.items() if "mask" in k and isinstance(v, Tensor)), None)
     if mask is None:
-        mask = next((v for v in args if isinstance(v, torch.Tensor) and v.dtype == torch.bool), None)
+        mask = next((v for v in args if isinstance(v, Tensor) and v.dtype == torch.bool), None)
     if mask is not None and mask.dim() == 2 and not mask.is_floating_point():
         facts["padding"] = 1.0 - float(mask.bool().float().mean())
     facts["threads"] = float(torch.get_num_threads())
     return facts
 
 
-def _cached(cache: Any) -> list[torch.Tensor]:
+def _cached(cache: Any) -> list[Tensor]:
     held = (t for layer in getattr(cache, "layers", None) or () for t in vars(layer).values())
-    return [t for t in held if isinstance(t, torch.Tensor)]
+    return [t for t in held if isinstance(t, Tensor)]
 
 
-def bytes_of(tensors: Iterable[torch.Tensor]) -> int:
+def bytes_of(tensors: Iterable[Tensor]) -> int:
     """Bytes of memory behind tensors, what is shared counted once."""
     seen: dict[int, int] = {}
     for t in tensors:

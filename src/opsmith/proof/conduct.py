@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
@@ -97,7 +98,7 @@ def _twice(card: Operator, implementation: Implementation, sample: Sample, dtype
     return finding_of(card, implementation.name, short(dtype), sample, "two runs", differs)
 
 
-def _on_threads(fn: Callable[..., Any], args: Any, kwargs: Any) -> list[torch.Tensor]:
+def _on_threads(fn: Callable[..., Any], args: Any, kwargs: Any) -> list[Tensor]:
     """The results on all threads, of several runs those that are farthest from what one thread computes."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -115,7 +116,7 @@ def _on_threads(fn: Callable[..., Any], args: Any, kwargs: Any) -> list[torch.Te
     return farthest
 
 
-def _distance(a: torch.Tensor, b: torch.Tensor) -> float:
+def _distance(a: Tensor, b: Tensor) -> float:
     if torch.equal(a, b):
         return 0.0
     return float((a.double() - b.double()).abs().nan_to_num(math.inf).max())
@@ -157,7 +158,7 @@ class Recorder(TorchDispatchMode):
                 tuple(sorted(k for k, v in kwargs.items() if v is not None)),
             )
             dtypes = tuple(t.dtype for t in tensors_of((args, kwargs)))
-            copies = tree_map_only(torch.Tensor, torch.clone, (args, kwargs))
+            copies = tree_map_only(Tensor, torch.clone, (args, kwargs))
             self.calls.setdefault((func, present, dtypes), (func, *copies))
         return func(*args, **kwargs)
 

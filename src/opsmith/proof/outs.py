@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from opsmith.call.arguments import short
@@ -31,7 +32,7 @@ def outs(card: Operator, dtype: torch.dtype, device: str = "cpu") -> Iterator[Fi
         yield check("out=, refused", partial(_taken, card, sample))
 
 
-def _call(card: Operator, sample: Sample, out: Any = None) -> list[torch.Tensor]:
+def _call(card: Operator, sample: Sample, out: Any = None) -> list[Tensor]:
     return forward(card.function, sample.args, dict(sample.kwargs) | ({} if out is None else {"out": out}))
 
 
@@ -47,7 +48,7 @@ def _lost(card: Operator, sample: Sample) -> str:
     before = [t.clone() for t in tensors_of(inputs)]
     expected = _results(card, sample)
     given = tree_map_only(
-        torch.Tensor, lambda t: torch.full_like(t, math.nan if t.is_floating_point() else 99), expected
+        Tensor, lambda t: torch.full_like(t, math.nan if t.is_floating_point() else 99), expected
     )
     back = _call(card, sample, given)
     if any(a is not b for a, b in zip(back, tensors_of(given), strict=True)):
@@ -65,8 +66,8 @@ def _taken(card: Operator, sample: Sample) -> str:
     first = next(iter(tensors_of(fitting)))
     other = torch.float64 if first.dtype != torch.float64 else torch.float32
     wrong = {
-        "another dtype": (sample, tree_map_only(torch.Tensor, lambda t: t.to(other), fitting)),
-        "another shape": (sample, tree_map_only(torch.Tensor, lambda t: t.new_zeros((*t.shape, 2)), fitting)),
+        "another dtype": (sample, tree_map_only(Tensor, lambda t: t.to(other), fitting)),
+        "another shape": (sample, tree_map_only(Tensor, lambda t: t.new_zeros((*t.shape, 2)), fitting)),
         "no tensor": (sample, [1.0]),
     }
     read = [
@@ -91,17 +92,17 @@ def _taken(card: Operator, sample: Sample) -> str:
     return ""
 
 
-def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
+def _same(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a.nan_to_num(), b.nan_to_num()) if a.is_floating_point() else torch.equal(a, b)
 
 
-def _overlapping(sample: Sample, t: torch.Tensor, fitting: Any) -> tuple[Sample, Any]:
+def _overlapping(sample: Sample, t: Tensor, fitting: Any) -> tuple[Sample, Any]:
     """The call with one input in memory whose second element is where its first result goes."""
     first, *rest = tensors_of(fitting)
     memory = first.new_zeros(t.numel() + first.numel())
     moved = memory[: t.numel()].view(t.shape).copy_(t.detach())
     args, kwargs = tree_map_only(
-        torch.Tensor, lambda one: moved if one is t else one, (sample.args, dict(sample.kwargs))
+        Tensor, lambda one: moved if one is t else one, (sample.args, dict(sample.kwargs))
     )
     out = memory[1 : 1 + first.numel()].view(first.shape)
-    return Sample(sample.name, args, kwargs), out if isinstance(fitting, torch.Tensor) else (out, *rest)
+    return Sample(sample.name, args, kwargs), out if isinstance(fitting, Tensor) else (out, *rest)

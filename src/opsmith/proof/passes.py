@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from opsmith import measure
 from opsmith.measure.pool import tensors_of, with_tensors
@@ -75,7 +76,7 @@ class Forward(_Pass):
         """What the card says."""
         return self._card.cost(*self._sample.args, **self._sample.kwargs)
 
-    def _defined(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> list[torch.Tensor]:
+    def _defined(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> list[Tensor]:
         return forward(fn, args, kwargs)
 
     def _computed(self, call: Callable[..., Any]) -> Any:
@@ -98,7 +99,7 @@ class Backward(_Pass):
         args, kwargs, leaves = with_leaves(sample.args, dict(sample.kwargs))
         saved: dict[int, int] = {}
 
-        def keep(t: torch.Tensor) -> torch.Tensor:
+        def keep(t: Tensor) -> Tensor:
             saved[t.untyped_storage().data_ptr()] = t.nbytes
             return t
 
@@ -131,7 +132,7 @@ class Backward(_Pass):
             return Cost((1 + self._card.gradient.flops) * forward.flops, forward.min_bytes + gradients)
         return Cost(self._card.gradient.flops * forward.flops, self._bytes)
 
-    def _defined(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> list[torch.Tensor]:
+    def _defined(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> list[Tensor]:
         return list(tensors_of(_ready(fn, args, kwargs, self._seeds)()))
 
     def _computed(self, call: Callable[..., Any]) -> Any:
@@ -157,12 +158,12 @@ def cold_data(flush: Callable[[], object]) -> Callable[[], None]:
 
 class _Same(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, x: Tensor) -> Tensor:
         return x.clone()
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dy: torch.Tensor) -> torch.Tensor:
+    def backward(ctx: Any, dy: Tensor) -> Tensor:
         return dy
 
 
@@ -176,7 +177,7 @@ def _ready(fn: Callable[..., Any], args: Any, kwargs: Any, seeds: Any) -> Callab
 
 def _truth(
     card: Operator, sample: Sample, run: Callable[..., Any], limit: int, peak: Mapping[str, int]
-) -> tuple[list[torch.Tensor], list[list[torch.Tensor]], list[str]]:
+) -> tuple[list[Tensor], list[list[Tensor]], list[str]]:
     """The float64 results, eager's in the sample's dtype, in both its spellings, and a note where float64 is too large.
 
     Where it is, float32 stands in for it if the sample is in half precision; else there is nothing to compare with.
@@ -197,12 +198,7 @@ def _truth(
 
 
 def _hold(
-    card: Operator,
-    sample: Sample,
-    name: str,
-    got: Any,
-    eager: list[list[torch.Tensor]],
-    exact: list[torch.Tensor],
+    card: Operator, sample: Sample, name: str, got: Any, eager: list[list[Tensor]], exact: list[Tensor]
 ) -> None:
     for mine, right, *theirs in zip(got, exact, *eager, strict=bool(exact)):
         verdicts = [card.tolerance.check(mine, one, right) for one in theirs]
@@ -212,7 +208,7 @@ def _hold(
             raise measure.WrongResult(f"{card.name} {name}", where, verdict.why, verdict.error, verdict.bound)
 
 
-def _copy(t: torch.Tensor) -> torch.Tensor:
+def _copy(t: Tensor) -> Tensor:
     """A tensor of its own, in the same strides."""
     if 0 in t.stride():  # expanded: nothing but the few elements behind it takes memory
         return t

@@ -13,6 +13,7 @@ from contextlib import suppress
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from opsmith.operator import Make, Operator, Sample
 
@@ -28,7 +29,7 @@ def spell(card: Operator, call: Mapping[str, Any]) -> str | None:
     """
     parts = []
     for name, value in call.items():
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, Tensor):
             text = f"{str(value.dtype).removeprefix('torch.')}[{','.join(map(str, value.shape))}]"
             if not value.is_contiguous():
                 text += f"@{','.join(map(str, value.stride()))}"
@@ -56,7 +57,7 @@ def _below(card: Operator, name: str, call: Mapping[str, Any]) -> int | None:
         tables["positions"] = ("cos", -2)
     table, axis = tables.get(name, ("", 0))
     found = call.get(table)
-    return int(found.shape[axis]) if isinstance(found, torch.Tensor) and found.dim() else None
+    return int(found.shape[axis]) if isinstance(found, Tensor) and found.dim() else None
 
 
 def call_of(text: str, make: Make | None = None) -> dict[str, Any]:
@@ -85,7 +86,7 @@ def _setting(text: str) -> Any:
     return text
 
 
-def _tensor(part: str, found: re.Match[str], make: Make | None) -> torch.Tensor:
+def _tensor(part: str, found: re.Match[str], make: Make | None) -> Tensor:
     dtype = getattr(torch, found[2], None)
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"{part!r}: PyTorch has no dtype {found[2]!r}")
@@ -117,7 +118,7 @@ def sample_of(card: Operator, text: str, device: str = "cpu") -> tuple[Sample, t
         ValueError: a part that says nothing, or a name that the operator does not take.
     """
     described = call_of(text)
-    floats = [v.dtype for v in described.values() if isinstance(v, torch.Tensor) and v.is_floating_point()]
+    floats = [v.dtype for v in described.values() if isinstance(v, Tensor) and v.is_floating_point()]
     dtype = floats[0] if floats else torch.float32
     call = call_of(text, Make(dtype, device))
     parameters = inspect.signature(card.function).parameters
@@ -126,7 +127,6 @@ def sample_of(card: Operator, text: str, device: str = "cpu") -> tuple[Sample, t
     except TypeError as error:
         raise ValueError(f"{card.name} takes {', '.join(parameters)}: {error}") from None
     name = " ".join(
-        f"{n} {'x'.join(map(str, v.shape))}" if isinstance(v, torch.Tensor) else f"{n}={v}"
-        for n, v in call.items()
+        f"{n} {'x'.join(map(str, v.shape))}" if isinstance(v, Tensor) else f"{n}={v}" for n, v in call.items()
     )
     return Sample(name, bound.args, bound.kwargs), dtype

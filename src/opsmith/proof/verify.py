@@ -14,6 +14,7 @@ from textwrap import shorten
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from opsmith.call.arguments import short
@@ -24,7 +25,7 @@ from opsmith.measure.products import Widened
 from opsmith.operator import Implementation, Make, Operator, Sample
 
 # Of one call: its tensors, what each eager spelling made of them, what the reference did, and the bounds that follow.
-Known = tuple[list[torch.Tensor], list[tuple[torch.Tensor, ...]], list[torch.Tensor], list[float]]
+Known = tuple[list[Tensor], list[tuple[Tensor, ...]], list[Tensor], list[float]]
 
 _DRAWS = 12  # orders of the values from which eager's largest error is taken where the first few leave doubt
 FUNCTION = "autograd"  # the name under which the public function's gradients are reported
@@ -168,11 +169,7 @@ class _Truth:
     """
 
     def __init__(
-        self,
-        card: Operator,
-        inputs: tuple[Any, Any],
-        run: Callable[..., list[torch.Tensor]],
-        known: list[Known],
+        self, card: Operator, inputs: tuple[Any, Any], run: Callable[..., list[Tensor]], known: list[Known]
     ):
         self._card = card
         self._known = known
@@ -180,9 +177,9 @@ class _Truth:
         self._inputs = inputs
         fused_only = run is forward or card.eager is card.reference
         self._spellings = [card.eager] if fused_only else [card.eager, card.reference]
-        self._left: list[tuple[torch.Tensor, ...]] = []
+        self._left: list[tuple[Tensor, ...]] = []
 
-    def __call__(self, args: Any, kwargs: Any) -> list[torch.Tensor]:
+    def __call__(self, args: Any, kwargs: Any) -> list[Tensor]:
         given = [t.detach().clone() for t in tensors_of((args, kwargs))]
         for then, left, exact, _ in self._known:
             if all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(then, given, strict=True)):
@@ -200,11 +197,11 @@ class _Truth:
         self._known.append((given, left, exact, bounds))
         return exact
 
-    def eager(self, args: Any, kwargs: Any) -> list[torch.Tensor]:
+    def eager(self, args: Any, kwargs: Any) -> list[Tensor]:
         """Eager's results in the dtypes of the sample."""
         return self._run(self._card.eager, *_in_dtypes_of((args, kwargs), self._inputs))
 
-    def tolerance(self, got: torch.Tensor, exact: torch.Tensor) -> float:
+    def tolerance(self, got: Tensor, exact: Tensor) -> float:
         """What an output may be off by; asked once for each output, in order."""
         spellings = self._left.pop(0)
         if got.dtype != spellings[0].dtype:
@@ -215,18 +212,18 @@ class _Truth:
         return max(*own, *(bounds[place] for *_, bounds in self._known))
 
 
-def forward(fn: Callable[..., Any], args: Any, kwargs: Any) -> list[torch.Tensor]:
+def forward(fn: Callable[..., Any], args: Any, kwargs: Any) -> list[Tensor]:
     """The results of a call that nobody differentiates."""
     with torch.no_grad():
         return list(tensors_of(fn(*args, **kwargs)))
 
 
-def _into(implementation: Implementation, args: Any, kwargs: Any, *outs: torch.Tensor) -> None:
+def _into(implementation: Implementation, args: Any, kwargs: Any, *outs: Tensor) -> None:
     with torch.no_grad():
         implementation.fn(*args, **kwargs, out=outs if len(outs) > 1 else outs[0])
 
 
-def backward(fn: Callable[..., Any], args: Any, kwargs: Any) -> list[torch.Tensor]:
+def backward(fn: Callable[..., Any], args: Any, kwargs: Any) -> list[Tensor]:
     """Gradients of the floating-point inputs (of those that ask for one, where any does).
 
     The gradients of the outputs depend on the outputs' shapes alone, and are numbers that every dtype has.
@@ -239,13 +236,13 @@ def backward(fn: Callable[..., Any], args: Any, kwargs: Any) -> list[torch.Tenso
     return list(tensors_of(gradients))
 
 
-def with_leaves(args: Any, kwargs: Any) -> tuple[Any, Any, list[torch.Tensor]]:
+def with_leaves(args: Any, kwargs: Any) -> tuple[Any, Any, list[Tensor]]:
     """The call with its floating-point tensors (those that ask for gradients, where any does) as leaves, and these."""
     any_asks = any(t.requires_grad for t in tensors_of((args, kwargs)))
-    seen: dict[int, torch.Tensor] = {}  # a tensor that is two of the arguments is so in the copy
+    seen: dict[int, Tensor] = {}  # a tensor that is two of the arguments is so in the copy
 
     def leaf(value: Any) -> Any:
-        if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+        if not isinstance(value, Tensor) or not value.is_floating_point():
             return value
         if id(value) not in seen:
             seen[id(value)] = value.detach().requires_grad_(value.requires_grad or not any_asks)
@@ -257,4 +254,4 @@ def with_leaves(args: Any, kwargs: Any) -> tuple[Any, Any, list[torch.Tensor]]:
 
 def _in_dtypes_of(value: Any, like: Any) -> Any:
     """Nested values with each tensor in the dtype of the one at the same place in `like`."""
-    return tree_map(lambda v, w: v.to(w.dtype) if isinstance(v, torch.Tensor) else v, value, like)
+    return tree_map(lambda v, w: v.to(w.dtype) if isinstance(v, Tensor) else v, value, like)

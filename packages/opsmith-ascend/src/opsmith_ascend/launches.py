@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from opsmith_ascend import SOURCES
 from opsmith_ascend.emulation import CORES, Emulation, emulate
@@ -35,8 +36,8 @@ class Launch:
     """A call of the kernel `STEM.cpp`, on contiguous tensors; a function of this file makes it."""
 
     stem: str
-    inputs: Mapping[str, torch.Tensor | None]
-    outputs: Mapping[str, torch.Tensor | None]
+    inputs: Mapping[str, Tensor | None]
+    outputs: Mapping[str, Tensor | None]
     sizes: tuple[int | float, ...]
     result: Any  # what the operator returns: outputs, or views of them
     types: Mapping[str, str] = field(default_factory=dict)
@@ -62,29 +63,29 @@ class Launch:
         return emulate(self.source, self.inputs, self.outputs, self.sizes, cores=cores, types=self.types)
 
 
-def dense(t: torch.Tensor | None) -> torch.Tensor | None:
+def dense(t: Tensor | None) -> Tensor | None:
     """The tensor without gaps."""
     return None if t is None else t.contiguous()
 
 
-def like(*vectors: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+def like(*vectors: Tensor | None) -> tuple[Tensor | None, ...]:
     """The vectors without gaps and in one type: float32 where they differ."""
     types = {t.dtype for t in vectors if t is not None}
     return tuple(dense(t if t is None or len(types) == 1 else t.float()) for t in vectors)
 
 
-def number(value: torch.Tensor | float, device: torch.device) -> torch.Tensor:
+def number(value: Tensor | float, device: torch.device) -> Tensor:
     """A number as a tensor of one element, in float32."""
     return torch.as_tensor(value, dtype=torch.float32, device=device).reshape(1)
 
 
-def span(t: torch.Tensor) -> torch.Tensor:
+def span(t: Tensor) -> Tensor:
     """The memory from a tensor's first element to its last, gaps included, as one vector."""
     last = sum((n - 1) * step for n, step in zip(t.shape, t.stride(), strict=True))
     return t.as_strided((1 + last if t.numel() else 0,), (1,))
 
 
-def silu_mul(gate: torch.Tensor, up: torch.Tensor | None = None) -> Launch:
+def silu_mul(gate: Tensor, up: Tensor | None = None) -> Launch:
     """The call that `opsmith.ops.silu_mul` makes."""
     columns = gate.shape[-1]
     gate = gate.contiguous()
@@ -100,9 +101,9 @@ def silu_mul(gate: torch.Tensor, up: torch.Tensor | None = None) -> Launch:
 
 def _norm(
     stem: str,
-    x: torch.Tensor,
-    residual: torch.Tensor | None,
-    vectors: dict[str, torch.Tensor | None],
+    x: Tensor,
+    residual: Tensor | None,
+    vectors: dict[str, Tensor | None],
     *options: float,
     types: Mapping[str, str] | None = None,
 ) -> Launch:
@@ -122,11 +123,11 @@ def _norm(
 
 
 def rms_norm(
-    x: torch.Tensor,
-    weight: torch.Tensor | None = None,
+    x: Tensor,
+    weight: Tensor | None = None,
     eps: float = 1e-6,
     *,
-    residual: torch.Tensor | None = None,
+    residual: Tensor | None = None,
     weight_offset: float = 0.0,
     round_before_weight: bool = False,
 ) -> Launch:
@@ -135,12 +136,12 @@ def rms_norm(
 
 
 def layer_norm(
-    x: torch.Tensor,
-    weight: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
     eps: float = 1e-5,
     *,
-    residual: torch.Tensor | None = None,
+    residual: Tensor | None = None,
 ) -> Launch:
     """The call that `opsmith.ops.layer_norm` makes."""
     weight, bias = like(weight, bias)
@@ -149,13 +150,13 @@ def layer_norm(
 
 
 def rms_norm_quant(
-    x: torch.Tensor,
-    weight: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
     eps: float = 1e-6,
     *,
-    scale: torch.Tensor | float | None = None,
-    offset: torch.Tensor | float | None = None,
+    scale: Tensor | float | None = None,
+    offset: Tensor | float | None = None,
 ) -> Launch:
     """The call that `opsmith.ops.rms_norm_quant` makes."""
     x = x.contiguous()
@@ -176,11 +177,11 @@ def rms_norm_quant(
 
 
 def softmax(
-    x: torch.Tensor,
+    x: Tensor,
     dim: int = -1,
     *,
     scale: float = 1.0,
-    mask: torch.Tensor | None = None,
+    mask: Tensor | None = None,
     causal: bool = False,
     method: str = "auto",
 ) -> Launch:
@@ -217,14 +218,14 @@ def softmax(
 
 
 def rope(
-    x: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
     *,
     interleaved: bool = False,
-    positions: torch.Tensor | None = None,
+    positions: Tensor | None = None,
     rotary_dim: int | None = None,
-    out: torch.Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Launch:
     """The call that `opsmith.ops.rope` makes; with `out=x`, x without gaps, in place.
 
@@ -268,13 +269,13 @@ def rope(
 
 
 def quantized_embedding(
-    ids: torch.Tensor,
-    table: torch.Tensor,
-    scale: torch.Tensor,
+    ids: Tensor,
+    table: Tensor,
+    scale: Tensor,
     *,
     dtype: torch.dtype = torch.float32,
     prefetch: int = 0,
-    next_ids: torch.Tensor | None = None,
+    next_ids: Tensor | None = None,
 ) -> Launch:
     """The call that `opsmith.ops.quantized_embedding` makes, which has looked at the ids; nothing is prefetched here.
 
@@ -298,7 +299,7 @@ _TILES = {"int8_tiled": 32, "tiled": 16}
 _ROPE_TILE = 16
 
 
-def whole_table(t: torch.Tensor | None, rope: int) -> torch.Tensor | None:
+def whole_table(t: Tensor | None, rope: int) -> Tensor | None:
     """A column for every element of a row, where the table has one for every pair."""
     if t is None:
         return None
@@ -306,16 +307,16 @@ def whole_table(t: torch.Tensor | None, rope: int) -> torch.Tensor | None:
 
 
 def mla_kv_epilogue(
-    a: torch.Tensor,
-    gamma2: torch.Tensor,
-    cos: torch.Tensor | None,
-    sin: torch.Tensor | None,
-    slot_mapping: torch.Tensor,
+    a: Tensor,
+    gamma2: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    slot_mapping: Tensor,
     cache: Any,
     *,
     eps: float = 1e-6,
     interleaved: bool = False,
-    ctkv_scale: torch.Tensor | float | None = None,
+    ctkv_scale: Tensor | float | None = None,
 ) -> Launch:
     """The call that `opsmith.ops.mla_kv_epilogue` makes, which has looked at the slots; it writes into the cache.
 
@@ -363,14 +364,14 @@ def mla_kv_epilogue(
 
 
 def mla_q_epilogue(
-    q: torch.Tensor,
-    wuk: torch.Tensor,
-    cos: torch.Tensor | None,
-    sin: torch.Tensor | None,
+    q: Tensor,
+    wuk: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
     *,
     interleaved: bool = False,
     joint: bool = False,
-    q_nope_scale: torch.Tensor | None = None,
+    q_nope_scale: Tensor | None = None,
 ) -> Launch:
     """The call that `opsmith.ops.mla_q_epilogue` makes."""
     (tokens, heads, width), (_, nope, kv_lora) = q.shape, wuk.shape

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 import opsmith_ascend
 from opsmith.implementation import Implementation, Supports
@@ -57,18 +58,18 @@ def _available(operator: str) -> Supports:
     return True
 
 
-def _softmax(x: torch.Tensor, dim: int = -1, *, mask: Any = None, **options: Any) -> Supports:
+def _softmax(x: Tensor, dim: int = -1, *, mask: Any = None, **options: Any) -> Supports:
     if dim not in (-1, x.dim() - 1):
         return f"the kernel works on the last dimension, not on dim {dim}"
     return mask is None or mask.dtype in (torch.bool, x.dtype) or "the mask must be boolean or of x's type"
 
 
 def kv_form(
-    a: torch.Tensor,
-    gamma2: torch.Tensor,
-    cos: torch.Tensor | None,
-    sin: torch.Tensor | None,
-    slot_mapping: torch.Tensor,
+    a: Tensor,
+    gamma2: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    slot_mapping: Tensor,
     *,
     mode: str,
     blocks: int,

@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 from vllm.config import VllmConfig, get_current_vllm_config, get_layers_from_vllm_config
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import Attention
@@ -50,10 +51,10 @@ class OpsmithAttentionBackend(CPUAttentionBackend):
 class Prefill:
     """The sequences of a step that have more than one new token."""
 
-    starts: torch.Tensor  # [sequences + 1], of queries
-    key_starts: torch.Tensor  # [sequences + 1]
+    starts: Tensor  # [sequences + 1], of queries
+    key_starts: Tensor  # [sequences + 1]
     # Where the keys that they see lie in the cache, [keys] each; None where all keys are new.
-    places: tuple[torch.Tensor, torch.Tensor] | None
+    places: tuple[Tensor, Tensor] | None
 
 
 @dataclass
@@ -133,7 +134,7 @@ class OpsmithMetadataBuilder(CPUAttentionMetadataBuilder):
 
     def _described(self, step: CommonAttentionMetadata, theirs: bool) -> OpsmithMetadata:
         """A step for our layers, and for vLLM's own where there are some in the group."""
-        if isinstance(step.causal, torch.Tensor) or not step.causal:
+        if isinstance(step.causal, Tensor) or not step.causal:
             raise NotImplementedError(
                 "opsmith: attention in vLLM is causal, got a step that is not; name parts without it in OPSMITH_VLLM"
             )
@@ -179,7 +180,7 @@ class OpsmithMetadataBuilder(CPUAttentionMetadataBuilder):
 class OpsmithAttentionImpl(CPUAttentionBackendImpl):
     """The attention of one layer."""
 
-    sinks: torch.Tensor | None
+    sinks: Tensor | None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -200,19 +201,14 @@ class OpsmithAttentionImpl(CPUAttentionBackendImpl):
             return "drafts may be attended to in both directions"
         return None
 
-    def _caches(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _caches(self, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values as [blocks, block_size, Hkv, D]."""
         blocks, heads, size, _ = kv_cache.shape
         keys, values = kv_cache.view(blocks, heads, 2 * size, self.head_size).transpose(1, 2).chunk(2, 1)
         return keys, values
 
     def do_kv_cache_update(
-        self,
-        layer: torch.nn.Module,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        kv_cache: torch.Tensor,
-        slot_mapping: torch.Tensor,
+        self, layer: torch.nn.Module, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
     ) -> None:
         if self.refusal is not None:
             super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
@@ -223,15 +219,15 @@ class OpsmithAttentionImpl(CPUAttentionBackendImpl):
     def forward(
         self,
         layer: AttentionLayer,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        kv_cache: torch.Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
         attn_metadata: CPUAttentionMetadata | None,
-        output: torch.Tensor,
-        output_scale: torch.Tensor | None = None,
-        output_block_scale: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        output: Tensor,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
         if self.refusal is not None or attn_metadata is None:
             return super().forward(  # type: ignore[no-any-return]
                 layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 from vllm.model_executor.custom_op import CustomOp
 from vllm.model_executor.layers.activation import GeluAndMul, SiluAndMul
 from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
@@ -26,7 +27,7 @@ from vllm.model_executor.layers.rotary_embedding import (
 from opsmith import ops
 from opsmith_vllm import choice, measured
 
-Normalized = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+Normalized = Tensor | tuple[Tensor, Tensor]
 
 
 class _Chosen:
@@ -39,15 +40,15 @@ class _Chosen:
     in_graphs = True  # where Inductor compiles: what is named in OPSMITH_VLLM
     ours: bool | None = None  # not known before the first call
 
-    def forward_native(self, *inputs: torch.Tensor | None, **named: torch.Tensor | None) -> Any:
+    def forward_native(self, *inputs: Tensor | None, **named: Tensor | None) -> Any:
         return (self.mine if self.in_graphs else super().forward_native)(*inputs, **named)  # type: ignore[misc]
 
-    def forward_cpu(self, *inputs: torch.Tensor | None, **named: torch.Tensor | None) -> Any:
+    def forward_cpu(self, *inputs: Tensor | None, **named: Tensor | None) -> Any:
         if self.ours is None and not torch.compiler.is_compiling():
             self.ours = self._choose([*inputs, *named.values()])
         return (self.own if self.ours is False else self.mine)(*inputs, **named)
 
-    def _choose(self, inputs: list[torch.Tensor | None]) -> bool:
+    def _choose(self, inputs: list[Tensor | None]) -> bool:
         def cases() -> Any:
             for tokens in (1, 256):
                 some = [t if t is None else t[:tokens].clone() for t in inputs]
@@ -62,7 +63,7 @@ class _Chosen:
 class OpsmithRMSNorm(_Chosen, RMSNorm):
     """RMSNorm as Llama writes it: rounded to the input's dtype before the weight."""
 
-    def mine(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Normalized:
+    def mine(self, x: Tensor, residual: Tensor | None = None) -> Normalized:
         if self.variance_size_override is not None:  # the mean square of a part of the row
             return self.own(x, residual)  # type: ignore[no-any-return]
         passed = self.pass_weight if residual is None else self.pass_weight_add
@@ -76,7 +77,7 @@ class OpsmithRMSNorm(_Chosen, RMSNorm):
 class OpsmithGemmaRMSNorm(_Chosen, GemmaRMSNorm):
     """RMSNorm as Gemma writes it: times 1 + weight, rounded once."""
 
-    def mine(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Normalized:
+    def mine(self, x: Tensor, residual: Tensor | None = None) -> Normalized:
         return ops.rms_norm(x, self.weight.data, self.variance_epsilon, residual=residual, weight_offset=1.0)
 
     own = GemmaRMSNorm.forward_native
@@ -88,7 +89,7 @@ class OpsmithSiluAndMul(_Chosen, SiluAndMul):
     def __init__(self, *, compile_native: bool = True) -> None:
         super().__init__(compile_native=False)  # which would compile a call of one operator
 
-    def mine(self, x: torch.Tensor) -> torch.Tensor:
+    def mine(self, x: Tensor) -> Tensor:
         return ops.silu_mul(x)
 
     own = staticmethod(SiluAndMul.forward_native)
@@ -97,7 +98,7 @@ class OpsmithSiluAndMul(_Chosen, SiluAndMul):
 class OpsmithGeluAndMul(_Chosen, GeluAndMul):
     """GEGLU's middle."""
 
-    def mine(self, x: torch.Tensor) -> torch.Tensor:
+    def mine(self, x: Tensor) -> Tensor:
         return ops.gelu_mul(x, tanh=self.approximate == "tanh")
 
     own = GeluAndMul.forward_native
@@ -107,8 +108,8 @@ class _Rotary(_Chosen, RotaryEmbedding):
     """Rotary embedding on the table that vLLM's own class of that scaling has made."""
 
     def mine(
-        self, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        self, positions: Tensor, query: Tensor, key: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
         positions = positions.flatten()
         cos, sin = self._match_cos_sin_cache_dtype(query).chunk(2, -1)  # [positions, rotary_dim / 2] each
         how = {"interleaved": not self.is_neox_style, "positions": positions, "rotary_dim": self.rotary_dim}

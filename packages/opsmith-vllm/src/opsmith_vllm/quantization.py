@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from vllm.logger import init_logger
 from vllm.model_executor.layers.linear import LinearBase, LinearMethodBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization import register_quantization_config
@@ -97,7 +97,7 @@ class OpsmithConfig(QuantizationConfig):
 
 
 class _Packed:
-    def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         p = layer.packed
         how = {"format": p.format, "group_size": p.group_size, "outer": p.outer}
         return ops.packed_linear(x, p.weight, p.scale, p.zero, bias, **how)

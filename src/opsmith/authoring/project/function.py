@@ -13,6 +13,7 @@ from functools import partial, update_wrapper
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from opsmith import backends
 from opsmith.authoring.project import Kernels
@@ -36,7 +37,7 @@ from opsmith.operator import (
 )
 
 
-def rotate_half(x: torch.Tensor) -> torch.Tensor:
+def rotate_half(x: Tensor) -> Tensor:
     """(-x2, x1) for the halves x1, x2 of the last axis.
 
     >>> rotate_half(torch.tensor([1.0, 2.0, 3.0, 4.0]))
@@ -46,7 +47,7 @@ def rotate_half(x: torch.Tensor) -> torch.Tensor:
     return torch.cat((-second, first), -1)
 
 
-def rotate_interleaved(x: torch.Tensor) -> torch.Tensor:
+def rotate_interleaved(x: Tensor) -> Tensor:
     """(-x2, x1) for each pair x1, x2 of neighbors on the last axis.
 
     >>> rotate_interleaved(torch.tensor([1.0, 2.0, 3.0, 4.0]))
@@ -55,7 +56,7 @@ def rotate_interleaved(x: torch.Tensor) -> torch.Tensor:
     return torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2)
 
 
-def fit(kernels: Kernels, dtype: torch.dtype, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def fit(kernels: Kernels, dtype: torch.dtype, *tensors: Tensor) -> tuple[Tensor, ...]:
     """The inputs of a sample in the first combination of dtypes whose first input has this one."""
     column = next((c for c in kernels.signature.columns if c[0] == dtype), (dtype,) * len(tensors))
     return tuple(
@@ -70,7 +71,7 @@ def card(
     kind: str,
     samples: Callable[[Make], Iterator[Sample]],
     patterns: Sequence[Pattern] | None = None,
-    before: Callable[..., tuple[torch.Tensor, ...]] | None = None,
+    before: Callable[..., tuple[Tensor, ...]] | None = None,
     inner: Callable[..., Any] | None = None,
     even: Sequence[str] = (),
     differentiable: bool = True,
@@ -120,7 +121,7 @@ class ProjectCall(Call):
         self,
         kernels: Kernels,
         reference: Callable[..., Any],
-        before: Callable[..., tuple[torch.Tensor, ...]] | None,
+        before: Callable[..., tuple[Tensor, ...]] | None,
         inner: Callable[..., Any],
         even: tuple[str, ...],
     ) -> None:
@@ -183,10 +184,10 @@ class ProjectCall(Call):
     def result_dtypes(self, values: Sequence[Any]) -> Sequence[torch.dtype]:
         return self.dtypes(values[: self.read])[self.read :]
 
-    def prepare(self, tensors: Sequence[Any], out: Any = None) -> tuple[torch.Tensor, ...]:
+    def prepare(self, tensors: Sequence[Any], out: Any = None) -> tuple[Tensor, ...]:
         """What the kernels take, of the operator's own tensors."""
         for name, t in zip(self.names, tensors, strict=False):
-            if not isinstance(t, torch.Tensor):
+            if not isinstance(t, Tensor):
                 raise TypeError(f"{self.op}: {name} must be a tensor, got {type(t).__name__}")
             if t.device != tensors[0].device:
                 raise ValueError(
@@ -200,7 +201,7 @@ class ProjectCall(Call):
                 refuse_overlap(self.op, one, (), dict(zip(self.names, tensors, strict=False)))
         return self.before(*tensors)
 
-    def alike(self, tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    def alike(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Under autocast, the inputs in the dtype of the first, where they come in a mixture that no kernel takes."""
         first = next((t.dtype for t, floating in zip(tensors, self.floating, strict=True) if floating), None)
         if all(t.dtype is first or not f for t, f in zip(tensors, self.floating, strict=True)):
@@ -211,11 +212,11 @@ class ProjectCall(Call):
             return tensors
         return tuple(t.to(first) if f else t for t, f in zip(tensors, self.floating, strict=True))
 
-    def matches(self, tensors: Sequence[torch.Tensor], column: Sequence[torch.dtype]) -> bool:
+    def matches(self, tensors: Sequence[Tensor], column: Sequence[torch.dtype]) -> bool:
         """Whether tensors come in a combination of dtypes."""
         return all(t.dtype is d for t, d in zip(tensors, column, strict=False))
 
-    def dtypes(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.dtype, ...]:
+    def dtypes(self, tensors: Sequence[Tensor]) -> tuple[torch.dtype, ...]:
         """The dtypes of a call, inputs then outputs.
 
         Raises:
@@ -231,7 +232,7 @@ class ProjectCall(Call):
         known = "; ".join(", ".join(short(d) for d in c[: self.read]) for c in self.columns)
         raise TypeError(f"{self.op}: inputs must be of types {known}; got {got}; cast them first")
 
-    def native_dtypes(self, tensors: Sequence[torch.Tensor]) -> bool:
+    def native_dtypes(self, tensors: Sequence[Tensor]) -> bool:
         """Whether the kernels take these dtypes; else the reference does."""
         dtypes = self.dtypes(tensors)
         return dtypes in self.columns and all(d in _NATIVE for d in dtypes)

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.autograd import forward_ad
 
 from opsmith.call.signature import Signature
@@ -105,9 +106,9 @@ def boxed(kernel: str) -> int | None:
     return next((at for kernels in loaded if (at := kernels.opsmith_kernel(kernel.encode()))), None)
 
 
-def in_huge_pages(t: torch.Tensor) -> torch.Tensor:
+def in_huge_pages(t: Tensor) -> Tensor:
     """The same tensor, its large new memory backed by pages of 2 MB, where that is possible; soon a function in C++."""
-    if type(t) is torch.Tensor and t.device.type == "cpu" and t.nbytes >= _LARGE:
+    if type(t) is Tensor and t.device.type == "cpu" and t.nbytes >= _LARGE:
         from opsmith.measure.pages import advise  # which a start without large tensors does not need
 
         advise(t.data_ptr(), t.nbytes, "MADV_HUGEPAGE")

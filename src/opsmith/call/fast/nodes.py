@@ -19,6 +19,7 @@ import threading
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from opsmith.call.fast import direct
 from opsmith.call.signature import Constant, Made, Signature, Slope
@@ -107,7 +108,7 @@ def plan_of(signature: Signature) -> Plan:
             letter, of = "g", place[source.of]
         else:
             assert source is not None
-            letter, of = "s" if p.type is torch.Tensor else "n", place[source.of]
+            letter, of = "s" if p.type is Tensor else "n", place[source.of]
             instead = place[source.instead] if source.instead else -1
         arguments.append((letter, type_, of, instead, constant))
     kept = [(place[one.name], one.rows.value) for one in signature.kept]

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from rich.console import Console
+from torch import Tensor
 
 from opsmith import measure
 from opsmith.cli import CommandError, models
@@ -29,7 +30,7 @@ class Said:
     the tokens that it would have taken; of the exact model, what rounding its layers' inputs takes of the logits."""
 
     forced: list[list[int]]
-    logits: torch.Tensor
+    logits: Tensor
     chosen: list[list[int]]
     rows: float = 0.0
 
@@ -198,7 +199,7 @@ class Bench:
             one.close()
 
 
-def _same(name: str, tokens: list[list[int]], said: Said, exact: torch.Tensor) -> None:
+def _same(name: str, tokens: list[list[int]], said: Said, exact: Tensor) -> None:
     """A timed run has to say what the checked one did: as long as it took the same tokens, and one token further.
 
     Where two tokens are no further apart than the logits are exact, either may be taken, and the texts part.

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
+from torch import Tensor
 
 import opsmith.ops  # the cards register themselves
 from opsmith import measure
@@ -79,7 +80,7 @@ class Demo(Phases):
             for ids in self._ids():
                 generator.generate(model, ids, 4)
 
-    def _ids(self) -> list[torch.Tensor]:
+    def _ids(self) -> list[Tensor]:
         return [self.tokenizer(prompt, return_tensors="pt").input_ids for prompt in self.prompts]
 
     def _texts(self, name: str, model: Any, show: bool) -> list[list[int]]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from opsmith.ops import PackedExperts, PackedLinear
 
@@ -28,10 +28,10 @@ class Generated:
         logits: float32 `[batch, new, vocabulary]`, where they were asked for.
     """
 
-    tokens: torch.Tensor
+    tokens: Tensor
     first: float
     steps: list[float]
-    logits: torch.Tensor | None = None
+    logits: Tensor | None = None
 
 
 class Clock:
@@ -43,7 +43,7 @@ class Clock:
         self.times: list[float] = []
         self._prompt = True
 
-    def put(self, value: torch.Tensor) -> None:
+    def put(self, value: Tensor) -> None:
         if self._prompt:  # what generate puts first
             self._prompt = False
         else:
@@ -58,13 +58,7 @@ class Clock:
 
 @torch.no_grad()
 def generate(
-    model: Any,
-    ids: torch.Tensor,
-    new: int,
-    *,
-    forced: torch.Tensor | None = None,
-    check: bool = False,
-    text: Any = None,
+    model: Any, ids: Tensor, new: int, *, forced: Tensor | None = None, check: bool = False, text: Any = None
 ) -> Generated:
     """Generate `new` tokens greedily, as a user does: by `model.generate`, whatever cache that takes.
 
@@ -77,7 +71,7 @@ def generate(
         text: a streamer of transformers that prints the text.
     """
 
-    def only(so_far: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    def only(so_far: Tensor, scores: Tensor) -> Tensor:
         """The token that is given has all the likelihood."""
         chosen = forced[:, so_far.shape[1] - ids.shape[1], None].to(scores.device)  # type: ignore[index]
         return torch.full_like(scores, -torch.inf).scatter(1, chosen, 0.0)

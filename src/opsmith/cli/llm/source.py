@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from opsmith.checkpoints.folder import configuration, quiet
 from opsmith.cli import CommandError, hf
@@ -68,7 +69,7 @@ def resolve(name: str, workspace: Path) -> Source:
     return Source(path, config, gguf)
 
 
-def prompts(source: Source, batch: int, length: int) -> torch.Tensor:
+def prompts(source: Source, batch: int, length: int) -> Tensor:
     """`[batch, length]`: English where the model has a tokenizer, another stretch of it in each row; else random."""
     vocabulary = source.config.get_text_config().vocab_size
     ids = None

@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.fx import Node
 
 from opsmith.compiler.algebra.terms import Poly, Shape, Space, TooLarge
@@ -38,7 +39,7 @@ def shape_of(node: Any) -> Shape:
 
 def shape_of_value(value: Any) -> Shape:
     """The sizes of a tensor; none of anything else."""
-    return tuple(dim_of(d) for d in value.shape) if isinstance(value, torch.Tensor) else ()
+    return tuple(dim_of(d) for d in value.shape) if isinstance(value, Tensor) else ()
 
 
 def dim_of(d: Any) -> Any:
@@ -105,7 +106,7 @@ class Canon:
         """The node as an opaque value; a complex one as its two parts."""
         leaf = self.space.leaf(node, shape_of(node))
         value = node.meta.get("val")
-        if not isinstance(value, torch.Tensor) or not value.is_complex():
+        if not isinstance(value, Tensor) or not value.is_complex():
             return leaf
         return self.space.fn("real", leaf) + self.space.i * self.space.fn("imag", leaf)
 
@@ -151,7 +152,7 @@ def is_readable(node: Node, root: bool = False) -> bool:
     name, value = _rule(node), node.meta.get("val")
     if node.op != "call_function" or name not in RULES or (name in BOUNDARIES and not root):
         return False
-    if node.target is operator.getitem or not isinstance(value, torch.Tensor) or value.is_floating_point():
+    if node.target is operator.getitem or not isinstance(value, Tensor) or value.is_floating_point():
         return True
     return name in (_COMPLEX if value.is_complex() else _BOOLEAN)
 

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.fx import Node
 
 from opsmith.compiler.algebra import pieces, views
@@ -171,7 +172,7 @@ def _dropout(s: Space, x: Poly, p: float, train: bool) -> Poly:
 @rule("to", "_to_copy", "type_as", "contiguous", "clone", "alias", "detach", "lift_fresh_copy")
 def _same(c: Canon, node: Node, self: Any, **_: Any) -> Poly:
     source, dtype = self.meta.get("val"), node.meta["val"].dtype
-    if not isinstance(source, torch.Tensor) or source.is_complex() != dtype.is_complex:
+    if not isinstance(source, Tensor) or source.is_complex() != dtype.is_complex:
         raise Unreadable
     if not (source.is_floating_point() or source.is_complex() or op_name(self) == "aten::one_hot"):
         raise Unreadable
@@ -217,7 +218,7 @@ _COMPARED = {"gt": ("above", 1), "lt": ("above", -1), "ge": ("at_least", 1), "le
 @rule("eq", "ne", *_COMPARED)
 def _compare(c: Canon, node: Node, self: Any, other: Any) -> Poly:
     for given in (v.meta.get("val") for v in (self, other) if isinstance(v, Node)):
-        if not isinstance(given, torch.Tensor) or not given.is_floating_point():
+        if not isinstance(given, Tensor) or not given.is_floating_point():
             raise Unreadable  # integers are counted, not computed with
     name, difference = op_name(node).removeprefix("aten::"), c(self) - c(other)
     if name in _COMPARED:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 from torch.fx import Node
 from torch.fx.node import map_arg
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -65,14 +65,14 @@ def _casts(node: Node) -> dict[Node, torch.dtype]:
     values = {
         n: v
         for n in node.all_input_nodes
-        if isinstance(v := n.meta.get("val"), torch.Tensor) and v.is_floating_point()
+        if isinstance(v := n.meta.get("val"), Tensor) and v.is_floating_point()
     }
     result = node.meta.get("val")
     if not values or node.target.namespace != "aten" or node.target is torch.ops.aten.to.dtype:
         return {}
     if any(n.op == "get_attr" for n in node.all_input_nodes):
         return {}  # a constant has memory, and a call without memory takes none
-    if isinstance(result, torch.Tensor) and all(v.dtype == result.dtype for v in values.values()):
+    if isinstance(result, Tensor) and all(v.dtype == result.dtype for v in values.values()):
         return {}  # what is cast first is seen in the result, or does nothing to it
     seen = _First({id(v): n for n, v in values.items()})
     args, kwargs = map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))

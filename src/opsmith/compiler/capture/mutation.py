@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 from torch.fx import Node
 from torch.fx.node import map_arg
 
@@ -103,10 +103,10 @@ def filled(
     made_of: tuple[Sequence[Any], Mapping[str, Any]],
     *args: Any,
     **kwargs: Any,
-) -> torch.Tensor:
+) -> Tensor:
     """The tensor that `make` allocates and the kernel writes to, as its argument `out`."""
     sizes, options = made_of
-    y: torch.Tensor = make(*sizes, **options)
+    y: Tensor = make(*sizes, **options)
     kernel(*args, **kwargs, **{out: y})
     return y
 
@@ -136,7 +136,7 @@ def localize(graph: fx.Graph) -> None:
 def _memory(node: Node) -> int | None:
     """A number for the memory behind a node's value: that of its fake storage, unless it was made a value here."""
     value = node.meta.get("val")
-    if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
+    if not isinstance(value, Tensor) or value.layout != torch.strided:
         return None
     while torch._C._functorch.is_functorch_wrapped_tensor(value):  # of vmap
         value = torch._C._functorch.get_unwrapped(value)
@@ -200,7 +200,7 @@ def _functional(node: Node) -> torch._ops.OpOverload | None:
         return None
     dtype = node.meta["val"].dtype
     given = [n.meta.get("val") for n in node.all_input_nodes]
-    wide = {v.dtype for v in given if isinstance(v, torch.Tensor) and v.dim()}
+    wide = {v.dtype for v in given if isinstance(v, Tensor) and v.dim()}
     # The operator in place keeps its dtype where the other one would promote.
     if any(torch.promote_types(dtype, other) != dtype for other in wide):
         return None

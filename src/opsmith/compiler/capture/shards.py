@@ -12,8 +12,7 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 from torch.fx import Node
 
 from opsmith.call.dispatch import is_sharded
@@ -39,7 +38,7 @@ class Shards:
         graph = fx.Graph()
         graph.output(graph.graph_copy(gm.graph, {}))
         self._at: list[int] = []
-        self._held: dict[int, tuple[torch.Tensor, nn.Parameter]] = {}
+        self._held: dict[int, tuple[Tensor, nn.Parameter]] = {}
         placeholders = graph.find_nodes(op="placeholder")
         last = placeholders[-1]
         for i, (node, value) in enumerate(zip(placeholders, inputs, strict=True)):

@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 from torch._guards import TracingContext
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
@@ -28,7 +28,7 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[Any], general: bool = F
     mode = context.fake_mode if context is not None else None
 
     def fake(value: Any) -> Any:
-        if not isinstance(value, torch.Tensor) or mode is None:
+        if not isinstance(value, Tensor) or mode is None:
             return value
         if isinstance(value, torch._subclasses.FakeTensor):
             if value.fake_mode is mode:
@@ -85,7 +85,7 @@ def note_constants(gm: fx.GraphModule) -> None:
     """Give every one-element tensor constant its value, so that a formula can use it as a number."""
     for node in gm.graph.find_nodes(op="get_attr"):
         value = getattr(gm, node.target, None)
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, Tensor):
             node.meta.setdefault("val", value)
             if value.numel() == 1 and not value.requires_grad and not isinstance(value, torch.nn.Parameter):
                 node.meta["constant"] = float(value)
@@ -126,7 +126,7 @@ def _vectors_first(graph: fx.Graph, changing: Collection[fx.Node]) -> None:
     *_, last = [None, *graph.find_nodes(op="placeholder")]
     for node in list(graph.nodes):
         value, read = node.meta.get("val"), node.all_input_nodes
-        vector = isinstance(value, torch.Tensor) and value.is_floating_point() and value.dim() == 1
+        vector = isinstance(value, Tensor) and value.is_floating_point() and value.dim() == 1
         if not vector or not op_name(node) or not read or any(n.op != "placeholder" for n in read):
             continue
         if last is not None and not any(n in changing for n in (node, *read)):
@@ -140,7 +140,7 @@ def _unchanged(node: fx.Node) -> fx.Node | None:
     source: Any = node.args[0] if node.args else None
     before = source.meta.get("val") if isinstance(source, fx.Node) else None
     after = node.meta.get("val")
-    if not name or not isinstance(before, torch.Tensor) or not isinstance(after, torch.Tensor):
+    if not name or not isinstance(before, Tensor) or not isinstance(after, Tensor):
         return None
     given, same = arguments(node), shape_of(source) == shape_of(node)
     if name == "aten::dropout":

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from opsmith.compiler.reasons import raised
 from opsmith.operator import Implementation, Kind, Operator
@@ -55,7 +56,7 @@ class Inductor:
         if card.name not in self.compiled:
             compiled = torch.compile(card.reference, dynamic=True)
             self.compiled[card.name] = Implementation("inductor", compiled)
-        sizes = [size for v in call.values() if isinstance(v, torch.Tensor) for size in v.shape]
+        sizes = [size for v in call.values() if isinstance(v, Tensor) for size in v.shape]
         start = time.monotonic()
         try:
             with compiling(general=1 not in sizes and 0 not in sizes):

@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from opsmith import measure
 from opsmith.compiler.choose import inductor
@@ -44,7 +45,7 @@ def signature(card: Operator, call: Mapping[str, Any]) -> str:
     parts = [card.name]
     for name in sorted(call):
         value = call[name]
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, Tensor):
             layout = "" if value.is_contiguous() else f"@{','.join(map(str, value.stride()))}"
             dtype = str(value.dtype).removeprefix("torch.")
             parts.append(f"{name}={value.device.type}:{dtype}[{','.join(map(str, value.shape))}]{layout}")
@@ -162,7 +163,7 @@ class Selector:
         refused: dict[str, str],
         weights: Weights,
         new: bool,
-        between: Sequence[torch.Tensor] = (),
+        between: Sequence[Tensor] = (),
     ) -> tuple[dict[str, float], bool]:
         """Seconds by implementation, as a program calls them, and whether the machine was quiet enough to keep them.
 
@@ -238,7 +239,7 @@ def _short(call: dict[str, Any], able: Mapping[str, Implementation], weights: We
     return min(measure.once(run, device_of(call.values())) for _ in range(5)) < inductor.CALL
 
 
-def _cool(between: Sequence[torch.Tensor], run: Callable[[], object]) -> None:
+def _cool(between: Sequence[Tensor], run: Callable[[], object]) -> None:
     """Empty the caches as a model does, and have all in them again but the weight."""
     for t in between:
         if t.dtype.itemsize > 1:  # no sums of float8, of which no weight is that is multiplied unpacked
@@ -247,7 +248,7 @@ def _cool(between: Sequence[torch.Tensor], run: Callable[[], object]) -> None:
 
 
 def device_of(values: Iterable[Any]) -> torch.device:
-    return next((t.device for t in values if isinstance(t, torch.Tensor)), torch.device("cpu"))
+    return next((t.device for t in values if isinstance(t, Tensor)), torch.device("cpu"))
 
 
 def _check_names(config: Config) -> None:

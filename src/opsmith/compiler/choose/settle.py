@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.fx import Node
 
 from opsmith import measure
@@ -65,15 +66,15 @@ def _step(site: Site, value: Callable[[Node], Any], learn: Collection[Node]) -> 
     return with_gradients(partial(site.card.function, **call | leaves), [*leaves.values()])
 
 
-def with_gradients(run: Callable[[], Any], leaves: Sequence[torch.Tensor]) -> Callable[[], object]:
+def with_gradients(run: Callable[[], Any], leaves: Sequence[Tensor]) -> Callable[[], object]:
     """A call and the gradients of these, where there are any."""
-    upstream: list[torch.Tensor] = []  # made once: a model's own come from behind
+    upstream: list[Tensor] = []  # made once: a model's own come from behind
 
     def step() -> object:
         with torch.enable_grad():
             found = run()
             each = found if isinstance(found, tuple | list) else [found]
-            results = [r for r in each if isinstance(r, torch.Tensor) and r.requires_grad]
+            results = [r for r in each if isinstance(r, Tensor) and r.requires_grad]
             upstream.extend(map(torch.ones_like, results[len(upstream) :]))
             return torch.autograd.grad(results, leaves, upstream, allow_unused=True)
 
@@ -87,10 +88,10 @@ def _learning_arguments(site: Site, learn: Collection[Node]) -> list[str]:
 def learning(nodes: Sequence[Node], args: Sequence[Any]) -> set[Node]:
     """The nodes whose values need gradients: what comes of an input that asks for one."""
     given = zip((n for n in nodes if n.op == "placeholder"), args, strict=True)
-    found = {n for n, a in given if isinstance(a, torch.Tensor) and a.requires_grad}
+    found = {n for n, a in given if isinstance(a, Tensor) and a.requires_grad}
     for node in nodes:
         value = node.meta.get("val")
-        floating = isinstance(value, torch.Tensor) and value.is_floating_point()
+        floating = isinstance(value, Tensor) and value.is_floating_point()
         if floating and any(source in found for source in node.all_input_nodes):
             found.add(node)
     return found

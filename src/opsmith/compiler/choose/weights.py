@@ -9,6 +9,7 @@ from itertools import accumulate
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.fx import Node
 
 from opsmith import measure
@@ -17,7 +18,7 @@ from opsmith.operator import Implementation
 
 # Asked of every weight at every call.
 _version = torch._C.TensorBase.__dict__["_version"].__get__
-_address = torch.Tensor.data_ptr
+_address = Tensor.data_ptr
 _ADD = torch.ops.aten.add.Tensor
 _MAKING = (torch.ops.aten.to.dtype, _ADD)
 
@@ -26,8 +27,8 @@ _MAKING = (torch.ops.aten.to.dtype, _ADD)
 class _Packed:
     """A packed weight with the one that it was made of: while that is held, no other can stand at its address."""
 
-    weight: torch.Tensor
-    packed: torch.Tensor
+    weight: Tensor
+    packed: Tensor
 
 
 # What graphs packed of weights that they hold: those of one model, a prompt's and that of its example, pack alike. Few
@@ -44,22 +45,22 @@ class Seen:
     What PyTorch does not count, as peft's merge, changes some bytes in the middle of each matrix, as a rule.
     """
 
-    def __init__(self, weights: Sequence[torch.Tensor] = ()) -> None:
+    def __init__(self, weights: Sequence[Tensor] = ()) -> None:
         self.held = [w.detach() for w in weights]
         self._state = _state(weights)
-        plain = [w for w in self.held if type(w) is torch.Tensor and w.device.type == "cpu"]
+        plain = [w for w in self.held if type(w) is Tensor and w.device.type == "cpu"]
         flat = [w.flatten() for w in plain if w.dim() == 2 and w.is_contiguous()]
         self._parts = [w[len(w) // 2 :][:16].view(torch.uint8) for w in flat]
         self.bytes = torch.cat([torch.empty(0, dtype=torch.uint8), *self._parts])
 
-    def changed(self, weights: Sequence[torch.Tensor], copied: bool = True) -> bool:
+    def changed(self, weights: Sequence[Tensor], copied: bool = True) -> bool:
         """Whether these are others, or hold other numbers; bytes are asked where there are copies of these."""
         if _state(weights) != self._state:
             return True
         return copied and bool(self._parts) and not torch.equal(torch.cat(self._parts), self.bytes)
 
 
-def _state(weights: Sequence[torch.Tensor]) -> tuple[list[int], list[int]] | None:
+def _state(weights: Sequence[Tensor]) -> tuple[list[int], list[int]] | None:
     """Versions and addresses; of tensors of inference mode, which count nothing, None."""
     try:
         return list(map(_version, weights)), list(map(_address, weights))
@@ -83,15 +84,15 @@ class Weights:
 
     def others(self, examples: Sequence[Any]) -> list[int]:
         """Where inputs are tensors and no weights."""
-        return [i for i, e in enumerate(examples) if isinstance(e, torch.Tensor) and i not in self.at]
+        return [i for i, e in enumerate(examples) if isinstance(e, Tensor) and i not in self.at]
 
     def clear(self) -> None:
         """Let go of all weights."""
         self._parameters: list[weakref.ref[Any]] = []
         self._seen = Seen()
-        self._known: dict[int, torch.Tensor] = {}  # by address: the weights, and what is made of them
+        self._known: dict[int, Tensor] = {}  # by address: the weights, and what is made of them
         self._packed: dict[tuple[Any, ...], _Packed] = {}
-        self._made: dict[tuple[int, Any], torch.Tensor] = {}
+        self._made: dict[tuple[int, Any], Tensor] = {}
         self._bytes = 0
 
     def changed(self, args: Sequence[Any]) -> bool:
@@ -108,9 +109,9 @@ class Weights:
         self._bytes = sum(w.nbytes for w in self._known.values())
 
     @property
-    def held(self) -> bool:
-        """Whether any are taken."""
-        return bool(self._parameters)
+    def gone(self) -> bool:
+        """Whether there were any, which nobody holds now."""
+        return bool(self.at) and not self._parameters
 
     @property
     def places(self) -> set[int]:
@@ -120,14 +121,14 @@ class Weights:
     def refused(self, implementation: Implementation, call: Mapping[str, Any]) -> bool:
         """Whether an implementation would hold a copy of a weight where these are too large for that."""
         weight = call.get("weight")
-        if implementation.prepack is None or self._bytes <= _LARGE or not isinstance(weight, torch.Tensor):
+        if implementation.prepack is None or self._bytes <= _LARGE or not isinstance(weight, Tensor):
             return False
         return weight.data_ptr() in self._known
 
     def swapped(self, implementation: Implementation, call: dict[str, Any]) -> dict[str, Any]:
         """The call as this implementation wants it: with a weight of ours in its packed form."""
         weight = call.get("weight")
-        if implementation.prepack is None or not isinstance(weight, torch.Tensor):
+        if implementation.prepack is None or not isinstance(weight, Tensor):
             return call
         if weight.data_ptr() not in self._known:
             return call
@@ -147,11 +148,11 @@ class Weights:
     def among(self, call: Mapping[str, Any]) -> int:
         """Bytes of the weights that this call's is one of, at most what caches hold; 0 where it or none fills them."""
         weight, most = call.get("weight"), measure.describe().last_level_cache
-        if not isinstance(weight, torch.Tensor) or weight.data_ptr() not in self._known or weight.is_cuda:
+        if not isinstance(weight, Tensor) or weight.data_ptr() not in self._known or weight.is_cuda:
             return 0
         return 0 if weight.nbytes > most // 2 or self._bytes < _NEAR else min(self._bytes, most)
 
-    def between(self, call: Mapping[str, Any]) -> list[torch.Tensor]:
+    def between(self, call: Mapping[str, Any]) -> list[Tensor]:
         """What a model reads before it comes back to this weight: the others, as many as caches hold."""
         most = self.among(call)
         others = [w for at, w in self._known.items() if at != call["weight"].data_ptr()]
@@ -161,11 +162,11 @@ class Weights:
     def drop(self, call: Mapping[str, Any], chosen: str) -> None:
         """Let go of the weight as other implementations than the chosen one pack it: they have lost."""
         weight = call.get("weight")
-        if isinstance(weight, torch.Tensor):
+        if isinstance(weight, Tensor):
             at = weight.data_ptr()
             self._packed = {k: v for k, v in self._packed.items() if k[0] != at or k[-1] == chosen}
 
-    def made(self, node: Node, args: Sequence[Any]) -> torch.Tensor | None:
+    def made(self, node: Node, args: Sequence[Any]) -> Tensor | None:
         """What this call of a graph makes of a weight, itself a weight then; None for other calls.
 
         A weight in another dtype, and a vector with a number added, as norms have that keep theirs less one.
@@ -173,7 +174,7 @@ class Weights:
         if node.target not in _MAKING or node.kwargs or len(args) != 2:
             return None
         value, other = args
-        weight = self._known.get(value.data_ptr()) if isinstance(value, torch.Tensor) else None
+        weight = self._known.get(value.data_ptr()) if isinstance(value, Tensor) else None
         if weight is None or not _same(weight, value):
             return None
         if not isinstance(other, torch.dtype | int | float) or (node.target is _ADD and weight.dim() != 1):
@@ -186,10 +187,10 @@ class Weights:
 
 
 def rows_of(call: Mapping[str, Any]) -> int:
-    x: torch.Tensor = call["x"]
+    x: Tensor = call["x"]
     return x.numel() // max(x.shape[-1], 1)
 
 
-def _same(weight: torch.Tensor, value: torch.Tensor) -> bool:
+def _same(weight: Tensor, value: Tensor) -> bool:
     """True for what stands at one address and is no other view of it."""
     return (weight.dtype, weight.shape, weight.stride()) == (value.dtype, value.shape, value.stride())

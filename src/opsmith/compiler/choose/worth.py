@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from opsmith import measure
 from opsmith.compiler.choose.select import Selector, device_of
@@ -57,7 +58,7 @@ def worth(
 
 def learning_worth(selector: Selector, code: str, args: Sequence[Any], ours: Run, eager: Run) -> Worth:
     """The same of forward and backward on these inputs, where a model learns."""
-    sizes = [(a.shape, a.dtype, a.requires_grad) if isinstance(a, torch.Tensor) else a for a in args]
+    sizes = [(a.shape, a.dtype, a.requires_grad) if isinstance(a, Tensor) else a for a in args]
     try:
         found = _timed(selector, (code, sizes), _step(ours, args), _step(eager, args), device_of(args))
     # Not every graph can be run by itself: one that writes into what has a gradient, say.
@@ -68,8 +69,8 @@ def learning_worth(selector: Selector, code: str, args: Sequence[Any], ours: Run
 
 def _step(run: Run, args: Sequence[Any]) -> Callable[[], object]:
     """A run of a graph and its gradients, of which its inputs notice nothing."""
-    given = [a.detach().requires_grad_(a.requires_grad) if isinstance(a, torch.Tensor) else a for a in args]
-    leaves = [a for a in given if isinstance(a, torch.Tensor) and a.requires_grad]
+    given = [a.detach().requires_grad_(a.requires_grad) if isinstance(a, Tensor) else a for a in args]
+    leaves = [a for a in given if isinstance(a, Tensor) and a.requires_grad]
     return with_gradients(partial(run, *given), leaves)
 
 

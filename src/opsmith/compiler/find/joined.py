@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 from torch.fx import Node
 
 from opsmith.call.dispatch import needs_grad
@@ -57,12 +57,12 @@ class Part:
         return int(shape_of(self.node)[-1])
 
 
-def joined(axis: int, *parts: torch.Tensor | int) -> torch.Tensor:
+def joined(axis: int, *parts: Tensor | int) -> Tensor:
     """Tensors side by side: as one view of the memory that they share where they lie so in it, else as a copy.
 
     A number stands for so many zeros. Gradients are recorded of a copy only.
     """
-    tensors = [p for p in parts if isinstance(p, torch.Tensor)]
+    tensors = [p for p in parts if isinstance(p, Tensor)]
     if len(tensors) == len(parts) and not needs_grad(*tensors):
         view = adjacent(axis, tensors)
         if view is not None:
@@ -70,7 +70,7 @@ def joined(axis: int, *parts: torch.Tensor | int) -> torch.Tensor:
     return torch.cat([tensors[0].new_zeros(p) if isinstance(p, int) else p for p in parts], axis)
 
 
-def adjacent(axis: int, tensors: Sequence[Any]) -> torch.Tensor | None:
+def adjacent(axis: int, tensors: Sequence[Any]) -> Tensor | None:
     """The view of all tensors where they lie side by side in one memory, else None."""
     first = tensors[0]
     axis %= first.dim()
@@ -86,7 +86,7 @@ def adjacent(axis: int, tensors: Sequence[Any]) -> torch.Tensor | None:
     return first.as_strided(size, first.stride(), first.storage_offset())  # type: ignore[no-any-return]
 
 
-def lay(axis: int, tensors: Sequence[torch.Tensor]) -> None:
+def lay(axis: int, tensors: Sequence[Tensor]) -> None:
     """Lay tensors side by side in one memory, of which they become views."""
     size = list(tensors[0].shape)
     size[axis] = sum(t.shape[axis] for t in tensors)
@@ -211,17 +211,17 @@ def _at_once(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _apart(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    scale: torch.Tensor | None = None,
-    zero: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor | None = None,
+    zero: Tensor | None = None,
+    bias: Tensor | None = None,
     *,
     columns: tuple[int, ...],
-    outer: torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
+    outer: Tensor | None = None,
+    out: Tensor | None = None,
     **options: Any,
-) -> torch.Tensor:
+) -> Tensor:
     """A call for each layer, into its columns of the result."""
     y = x.new_empty((*x.shape[:-1], sum(columns))) if out is None else out
     axis, start = weight.dim() - 2, 0
@@ -234,7 +234,7 @@ def _apart(
     return y
 
 
-def in_float64(node: Node, operand: Callable[[Node], Any]) -> torch.Tensor:
+def in_float64(node: Node, operand: Callable[[Node], Any]) -> Tensor:
     """The result of a packed layer's call, each weight as it was rounded, all else in float64."""
     kernel, _, _, _, *args = node.args
     values: list[Any] = [operand(a) if isinstance(a, Node) else a for a in args]

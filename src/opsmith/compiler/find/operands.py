@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.fx import Node
 
 from opsmith.compiler.algebra import pieces, views
@@ -74,7 +75,7 @@ def _first(nodes: list[Node], root: Node) -> Node:
 
 def _dtype(node: Node) -> Any:
     value = node.meta.get("val")
-    return value.dtype if isinstance(value, torch.Tensor) else None
+    return value.dtype if isinstance(value, Tensor) else None
 
 
 def _sum(poly: Poly, canon: Canon, root: Node) -> Operand | None:

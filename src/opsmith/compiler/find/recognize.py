@@ -15,7 +15,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 from torch.fx import Node
 
 from opsmith.compiler.algebra.canon import Canon, arguments, is_readable, op_name, shape_of
@@ -344,7 +344,7 @@ def _size(term: Poly) -> int:
 
 def _may_be_root(node: Node) -> bool:
     value = node.meta.get("val")
-    return isinstance(value, torch.Tensor) and value.is_floating_point() and is_readable(node, root=True)
+    return isinstance(value, Tensor) and value.is_floating_point() and is_readable(node, root=True)
 
 
 def _layout(value: Poly) -> tuple[int, ...] | None:

@@ -10,6 +10,7 @@ from itertools import accumulate
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.fx import Node
 
 from opsmith.compiler.algebra.canon import BOUNDARIES, dim_of, op_name, read_by, shape_of
@@ -55,7 +56,7 @@ class Site:
             ends = accumulate(self.columns)
             parts = [(end - n, end) for n, end in zip(self.columns, ends, strict=True)]
             results = [torch.ops.aten.slice.Tensor(result, -1, *part) for part in parts]
-        elif len(self.outputs) > 1 and not isinstance(result, torch.Tensor):  # one tensor alone is wrong
+        elif len(self.outputs) > 1 and not isinstance(result, Tensor):  # one tensor alone is wrong
             results = [result[i] for i in range(len(self.outputs))]
         for call, more in self.after:
             results = [call(r, *more) for r in results]
@@ -81,7 +82,7 @@ def ancestors(root: Node, stop: set[Node]) -> list[Node]:
 def cuts(root: Node, region: Iterable[Node]) -> list[Node]:
     """The values that could be the operator's main input: of the root's shape and dtype, nearest first."""
     sources = dict.fromkeys(source for node in region for source in read_by(node))
-    tensors = [(n, v) for n in sources if isinstance(v := n.meta.get("val"), torch.Tensor)]
+    tensors = [(n, v) for n in sources if isinstance(v := n.meta.get("val"), Tensor)]
     dtype = root.meta["val"].dtype
     return [n for n, value in tensors if value.dtype == dtype and shape_of(n) == shape_of(root)]
 
@@ -106,7 +107,7 @@ def between(
 def hint(node: Node, known: Mapping[Any, int] | None = None) -> Any:
     """A value without storage and without symbols, for a dry run of an operator; of symbols what is `known`."""
     value = node.meta["val"]
-    if not isinstance(value, torch.Tensor):
+    if not isinstance(value, Tensor):
         return value
     return torch.empty([_number(d, known) for d in value.shape], dtype=value.dtype, device="meta")
 

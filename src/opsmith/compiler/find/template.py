@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from opsmith.compiler.algebra import rules  # noqa: F401  registers them
@@ -58,7 +58,7 @@ def _traced(pattern: Pattern) -> fx.Graph:
     # Even, as some pair up the elements of an axis, and otherwise without common factors.
     primes = iter((7, 11, 13, 17, 19, 23, 29, 31))
     sizes: defaultdict[str, int] = defaultdict(lambda: 2 * next(primes))
-    tensors: dict[str, torch.Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     numbers: dict[str, float] = {}
     for name, spec in pattern.inputs.items():
         if isinstance(spec, int | float):
@@ -67,7 +67,7 @@ def _traced(pattern: Pattern) -> fx.Graph:
         dtype = {"ids": torch.int64, "bool": torch.bool}.get(pattern.dtypes.get(name, ""), torch.float32)
         tensors[name] = torch.zeros([d if isinstance(d, int) else sizes[d] for d in spec], dtype=dtype)
 
-    def call(*values: torch.Tensor) -> Any:
+    def call(*values: Tensor) -> Any:
         return pattern.fn(**dict(zip(tensors, values, strict=True)), **numbers)
 
     return make_fx(call, pre_dispatch=True)(*tensors.values()).graph

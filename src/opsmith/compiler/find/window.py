@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-import torch
+from torch import Tensor
 from torch.fx import Node
 from torch.fx.node import map_arg
 
@@ -79,4 +79,4 @@ def _kind(value: Any) -> Any:
     """A tensor by what it is and not what is in it; anything else by its value."""
     if isinstance(value, tuple | list):
         return [*map(_kind, value)]
-    return f"{value.dtype} {shape_of_value(value)}" if isinstance(value, torch.Tensor) else str(value)
+    return f"{value.dtype} {shape_of_value(value)}" if isinstance(value, Tensor) else str(value)

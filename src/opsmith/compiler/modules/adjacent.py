@@ -10,8 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 
 from opsmith.compiler.find.joined import adjacent, lay
 from opsmith.compiler.modules.linear_layers import tensors
@@ -61,7 +60,7 @@ class Adjacent:
         return [weight for weight, place in laid if weight is not None and memory(weight) == place]
 
 
-def _alone_in_memory(weight: torch.Tensor) -> bool:
+def _alone_in_memory(weight: Tensor) -> bool:
     """Whether a weight is all of its memory, and that no other process's: a part of a larger one is its owner's."""
     whole = weight.is_contiguous() and weight.untyped_storage().nbytes() == weight.nbytes
     return whole and not weight.is_shared()

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from opsmith.compiler.modules.texts import beginning_and_rows
 from opsmith.ops.packed_linear.inputs import Inputs
@@ -34,7 +34,7 @@ def calls_of(model: nn.Module, calibration: Any, tokenizer: Any = None) -> Calls
 
 
 def _several(calibration: Any) -> list[Any]:
-    one = isinstance(calibration, str | Mapping | torch.Tensor) or not isinstance(calibration, Sequence)
+    one = isinstance(calibration, str | Mapping | Tensor) or not isinstance(calibration, Sequence)
     return [calibration] if one or all(isinstance(t, int) for t in calibration) else list(calibration)
 
 
@@ -96,7 +96,7 @@ def _gather(
         for layer in names:
             hooks.enter_context(layer.register_forward_pre_hook(look))
         for call in calls:
-            here = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in call.items()}
+            here = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in call.items()}
             try:
                 model._call_impl(**options | here)
             except Exception as error:  # any exception of a user's model is the answer here

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from opsmith.decoding.pages import Pages, padded
 
@@ -39,12 +39,12 @@ class Roles:
     beside: tuple[str | None, ...] | None = None  # "cache" or None each; None where the output is all
     known: bool = True  # whether that is all that it returns
 
-    def parts(self, given: Mapping[str, Any]) -> tuple[torch.Tensor, ...]:
+    def parts(self, given: Mapping[str, Any]) -> tuple[Tensor, ...]:
         """Cosines and sines of a call, or complex numbers."""
         values = [given[name] for name in self.table]
         return tuple(values[0]) if isinstance(values[0], tuple | list) else tuple(values)
 
-    def result(self, out: torch.Tensor, given: Mapping[str, Any]) -> Any:
+    def result(self, out: Tensor, given: Mapping[str, Any]) -> Any:
         """What the module returns with this output."""
         if self.beside is None:
             return out
@@ -71,7 +71,7 @@ def roles(given: Mapping[str, Any], result: Any, width: int, ropes: Collection[i
     tokens = given[hidden[0]].shape[1]
     rest = {k: v for k, v in given.items() if k != hidden[0]}
     pairs = [k for k, v in rest.items() if _is_table(v, tokens, ropes)]
-    single = [k for k, v in rest.items() if isinstance(v, torch.Tensor) and _is_half(v, tokens, ropes)]
+    single = [k for k, v in rest.items() if isinstance(v, Tensor) and _is_half(v, tokens, ropes)]
     table = tuple(pairs or single)
     if len(table) != (1 if pairs else 2):
         return None
@@ -84,24 +84,24 @@ def roles(given: Mapping[str, Any], result: Any, width: int, ropes: Collection[i
 
 
 def _floating(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.is_floating_point()
+    return isinstance(value, Tensor) and value.is_floating_point()
 
 
-def _is_half(value: torch.Tensor, tokens: int, ropes: Collection[int]) -> bool:
+def _is_half(value: Tensor, tokens: int, ropes: Collection[int]) -> bool:
     fits = value.dim() in (2, 3) and value.shape[-2] == tokens
     return fits and any(value.shape[-1] in (rope, rope // 2) for rope in ropes)
 
 
 def _is_table(value: Any, tokens: int, ropes: Collection[int]) -> bool:
     """True for cosines and sines in one argument: a pair, or complex numbers."""
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, Tensor):
         return value.is_complex() and _is_half(value, tokens, ropes)
     pair = isinstance(value, tuple | list) and len(value) == 2
     return pair and all(_floating(v) and _is_half(v, tokens, ropes) for v in value)
 
 
 def _is_mask(value: Any, tokens: int) -> bool:
-    square = isinstance(value, torch.Tensor) and value.dim() > 1 and value.shape[-2] == tokens
+    square = isinstance(value, Tensor) and value.dim() > 1 and value.shape[-2] == tokens
     return square and value.shape[-1] >= tokens
 
 
@@ -119,14 +119,14 @@ def alone(roles: Roles, given: Mapping[str, Any], tokens: slice) -> dict[str, An
             rest[name] = value
         elif name == roles.mask:
             rest[name] = value[:1, ..., tokens, tokens] if value.dim() > 2 else value[tokens, tokens]
-        elif isinstance(value, torch.Tensor) and name != roles.hidden and name not in roles.table:
+        elif isinstance(value, Tensor) and name != roles.hidden and name not in roles.table:
             rest[name] = value[:1, tokens] if value.dim() == 2 else value
         elif name != roles.hidden and name not in roles.table:
             rest[name] = None
     return rest
 
 
-def masked(like: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
+def masked(like: Tensor | None, x: Tensor) -> Tensor:
     """A causal mask for these hidden states [1, n, D]: of numbers to add, or of the kind of another one."""
     tokens = x.shape[1]
     mask = torch.ones(1, 1, tokens, tokens, dtype=torch.bool, device=x.device).triu(1)
@@ -210,7 +210,7 @@ def own_attention(module: nn.Module, name: str) -> Callable[..., Any] | None:
 
 
 @functools.lru_cache(maxsize=8)
-def _last(device: torch.device) -> torch.Tensor:
+def _last(device: torch.device) -> Tensor:
     with torch.inference_mode(False):
         last = torch.tensor([-1], device=device)
     torch._dynamo.mark_static(last)
@@ -220,7 +220,7 @@ def _last(device: torch.device) -> torch.Tensor:
 def may_cache(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether a call can be one with a cache. To ask its signature takes as long as a layer of a short sentence."""
     told = kwargs.get(_CACHE) is not None or kwargs.get("use_cache") is True
-    return told or not all(a is None or isinstance(a, torch.Tensor) for a in args)
+    return told or not all(a is None or isinstance(a, Tensor) for a in args)
 
 
 class ModelCall:
@@ -260,7 +260,7 @@ class ModelCall:
             return f"the model's call takes no {_CACHE}"
         if self.given.get("output_attentions") or getattr(config, "output_attentions", False):
             return "attention weights are asked for"
-        if not isinstance(self.tokens, torch.Tensor) or not self.tokens.numel():
+        if not isinstance(self.tokens, Tensor) or not self.tokens.numel():
             return "there is no input of tokens"
         if self.cache is None:
             use = self.given.get("use_cache")
@@ -275,7 +275,7 @@ class ModelCall:
 
     def beside(self) -> str | None:
         """Why the call is more than tokens, a mask, positions and a cache."""
-        more = [k for k, v in self.given.items() if isinstance(v, torch.Tensor) and k not in _PLAIN]
+        more = [k for k, v in self.given.items() if isinstance(v, Tensor) and k not in _PLAIN]
         return f"{more[0]} is given" if more else None
 
     def padding(self, columns: int) -> list[int] | str:
@@ -283,7 +283,7 @@ class ModelCall:
         mask = self.given.get(_MASK)
         if mask is None:
             return [0] * len(self.tokens)
-        if not isinstance(mask, torch.Tensor) or mask.dim() != 2:
+        if not isinstance(mask, Tensor) or mask.dim() != 2:
             return "the mask is not one of padding"
         if tuple(mask.shape) != (self.tokens.shape[0], columns):
             return "the mask has another length than the cache and the input"
@@ -335,7 +335,7 @@ def rehearse(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     if call.cache is not None:
         # What autograd recorded in it cannot be copied, and is not needed.
         held = [t for layer in getattr(call.cache, "layers", ()) for t in vars(layer).values()]
-        detached = {id(t): t.detach().clone() for t in held if isinstance(t, torch.Tensor)}
+        detached = {id(t): t.detach().clone() for t in held if isinstance(t, Tensor)}
         other[_CACHE] = copy.deepcopy(call.cache, detached)
     elif "use_cache" in call.names:
         other["use_cache"] = False

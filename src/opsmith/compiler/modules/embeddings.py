@@ -11,7 +11,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from opsmith.compiler.modules.linear_layers import embeddings, layer_of
 from opsmith.compiler.modules.quantize import Packing, Standing
@@ -34,12 +34,12 @@ class Rows(Standing):
         rows.weight, rows.scale, rows.factor = packed.weight, packed.scale, factor
         return rows
 
-    def compute(self, input: torch.Tensor) -> torch.Tensor:
+    def compute(self, input: Tensor) -> Tensor:
         """The rows of these numbers times the factor, in the dtype of the table that they stand for."""
         rows = self.read(input).to(self.owner.weight.dtype)
         return rows if self.factor == 1 else rows * self.factor
 
-    def read(self, ids: torch.Tensor) -> torch.Tensor:
+    def read(self, ids: Tensor) -> Tensor:
         """The rows of these numbers, in float32."""
         return rows_of(self.packed, ids, self.format, self.in_features, self.group_size)
 
@@ -96,7 +96,7 @@ def factor_of(module: nn.Embedding) -> float | None:
 
 
 @torch.no_grad()
-def _check(rows: Rows, table: torch.Tensor) -> None:
+def _check(rows: Rows, table: Tensor) -> None:
     """Hold some rows, the last one among them, to what rounding may take from them.
 
     Raises:

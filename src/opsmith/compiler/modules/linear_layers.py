@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 
 def linear_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """`nn.Linear`, its subclasses, and what computes `x @ weight + bias`, in the order of the model."""
     for name, module in model.named_modules():
         weight = getattr(module, "weight", None)
-        if not isinstance(weight, torch.Tensor) or weight.dim() != 2 or not weight.numel() or weight.is_meta:
+        if not isinstance(weight, Tensor) or weight.dim() != 2 or not weight.numel() or weight.is_meta:
             continue
         if isinstance(module, nn.Linear) or _turned(module):
             yield name, module
@@ -32,13 +32,13 @@ def embeddings(model: nn.Module) -> Iterator[tuple[str, nn.Embedding]]:
             yield name, module
 
 
-def tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+def tensors(model: nn.Module) -> dict[str, Tensor]:
     """All parameters and buffers of a model by name, those that several modules share once for each."""
     parameters = model.named_parameters(remove_duplicate=False)
     return dict(parameters) | dict(model.named_buffers(remove_duplicate=False))
 
 
-def own(*modules: nn.Module) -> list[torch.Tensor]:
+def own(*modules: nn.Module) -> list[Tensor]:
     """The parameters and buffers of modules themselves, in the time that a call has for it."""
     held = [(*module._parameters.values(), *module._buffers.values()) for module in modules]
     return [t for tensors in held for t in tensors if t is not None]
@@ -52,7 +52,7 @@ def as_linear(module: nn.Module) -> nn.Linear:
     return layer_of(held["weight"].t(), held.get("bias")).train(module.training)
 
 
-def layer_of(weight: torch.Tensor, bias: torch.Tensor | None = None) -> nn.Linear:
+def layer_of(weight: Tensor, bias: Tensor | None = None) -> nn.Linear:
     """A layer on the memory of a weight [N, K]."""
     n, k = weight.shape
     layer = nn.Linear(k, n, bias=bias is not None, device="meta")
@@ -83,7 +83,7 @@ def _turned(module: nn.Module) -> bool:
     finally:
         module.train(training)
     right = x @ wide["weight"] + (wide["bias"] if bias is not None else 0.0)
-    if not isinstance(got, torch.Tensor) or got.shape != right.shape or got.dtype != right.dtype:
+    if not isinstance(got, Tensor) or got.shape != right.shape or got.dtype != right.dtype:
         return False
     # Float64 is exact to 2^-52 of the sum of magnitudes for each of K products; another arithmetic is far off.
     scale = x.abs() @ wide["weight"].abs() + (wide["bias"].abs() if bias is not None else 0.0)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from opsmith import decoding
 from opsmith.compiler.modules.linear_layers import layer_of
@@ -94,13 +94,13 @@ class PackedMixture(StandIn, nn.Module):
         if verify and (why := _wrong(module, self.packed)):
             raise ValueError(why)
 
-    def compute(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    def compute(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """What the packed experts make of a call."""
         from opsmith.decoding.experts import mixed
 
         return mixed(self.owner, x, ids, weights, self.packed)
 
-    def unpacked(self, dtype: torch.dtype) -> list[torch.Tensor]:
+    def unpacked(self, dtype: torch.dtype) -> list[Tensor]:
         """Both weights as the module holds them."""
         first, last = (one.dequantize(dtype) for one in self.packed)
         return [first.mT, last.mT] if self.owner.is_transposed else [first, last]

@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 from torch._dynamo.types import GuardFilterEntry
 
 from opsmith.call.dispatch import always_native, is_sharded
@@ -36,11 +36,11 @@ _ROWS = 8  # of a layer's input that prove it
 class Standing(StandIn, PackedLinear):
     """The packed weight that stands in for a linear layer's own."""
 
-    def compute(self, input: torch.Tensor) -> torch.Tensor:
+    def compute(self, input: Tensor) -> Tensor:
         """What the packed weight makes of a layer's input."""
         return PackedLinear.forward(self, input)
 
-    def unpacked(self, dtype: torch.dtype) -> list[torch.Tensor]:
+    def unpacked(self, dtype: torch.dtype) -> list[Tensor]:
         """The weight as the layer holds it."""
         weight = self.dequantize(dtype)
         return [weight if isinstance(self.owner, nn.Linear | nn.Embedding) else weight.t()]
@@ -157,7 +157,7 @@ class Packing:
         self.packed[name] = packed
         packed.stand_in(module, record)
 
-    def of(self, weight: torch.Tensor) -> Standing | None:
+    def of(self, weight: Tensor) -> Standing | None:
         """What was packed of this very weight, where something was."""
         return next((p for p in self._layers.values() if p.owner.weight is weight), None)
 
@@ -189,11 +189,11 @@ class Packing:
         format's, and stands in the report.
         """
         names = {packed.owner: name for name, packed in self._layers.items()}
-        seen: dict[str, torch.Tensor] = {}
+        seen: dict[str, Tensor] = {}
 
         def keep(module: nn.Module, args: tuple[Any, ...]) -> None:
             name, x = names[module], args[0] if args else None
-            if name not in seen and isinstance(x, torch.Tensor) and x.numel():
+            if name not in seen and isinstance(x, Tensor) and x.numel():
                 seen[name] = x.detach().flatten(0, -2)[:_ROWS].clone()
 
         with ExitStack() as hooks, torch.no_grad():
@@ -289,7 +289,7 @@ class Packing:
         return [packed.owner for packed in self.packed.values()]
 
     @property
-    def held(self) -> list[torch.Tensor]:
+    def held(self) -> list[Tensor]:
         """The weights that others were packed of."""
         return [t for packed in self.packed.values() for t in packed.held]
 
@@ -317,7 +317,7 @@ def _replaced(module: nn.Module) -> bool:
     return own is not None and getattr(own, "__func__", None) is not type(module).forward
 
 
-def _wrong(packed: PackedLinear, x: torch.Tensor) -> str:
+def _wrong(packed: PackedLinear, x: Tensor) -> str:
     """Why a layer's result is not the product it should be, or nothing."""
     card, bias = PACKED_LINEAR, None if packed.bias is None else packed.bias.to(x.dtype)
     options = {"format": packed.format, "group_size": packed.group_size}

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 
 def beginning_and_rows(
     name: str, model: nn.Module, given: Any, tokenizer: Any = None
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Ids that every text begins with, none in front of ids that are given, and the others as [texts, tokens].
 
     Raises:
@@ -24,7 +24,7 @@ def beginning_and_rows(
     return torch.tensor(start, dtype=torch.int64), rows
 
 
-def token_ids(name: str, given: Any) -> torch.Tensor:
+def token_ids(name: str, given: Any) -> Tensor:
     """Ids as [texts, tokens] int64.
 
     Raises:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from opsmith import measure
 from opsmith.call.dispatch import native
@@ -70,7 +70,7 @@ class CompiledGraph:
         weakref.finalize(self, measure.trim_later).atexit = False
 
     def __call__(self, *args: Any) -> Any:
-        if torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in args):
+        if torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in args):
             return self._training(args)
         key = self.programs.key(args)
         program = self.programs.find(key)
@@ -81,11 +81,6 @@ class CompiledGraph:
                 run = (lambda args: self._plain(*args)) if program is None else program.apart
                 return self.recordings(key, run, args)
         return self._plain(*args) if program is None else program(args)
-
-    @property
-    def left(self) -> bool:
-        """Whether it runs as it was captured for good."""
-        return bool(self.report.left)
 
     def _forget(self) -> None:
         self.programs.clear()
@@ -133,11 +128,6 @@ class CompiledGraph:
                     self._lay([given[n] for n in side_by_side])
             self.weights.take(args)
             self._forget()
-
-    @property
-    def idle(self) -> bool:
-        """Whether it had weights, which are gone."""
-        return bool(self.weights.at) and not self.weights.held
 
     def close(self) -> None:
         """Let go of the weights, whose model may be gone; called again, the graph begins anew."""
@@ -256,7 +246,7 @@ class Apart:
         ones: bool,
     ):
         self._make, self._made, self._ones = make, made, ones
-        self._graphs: dict[Key, CompiledGraph] = {}  # by matter
+        self.graphs: dict[Key, CompiledGraph] = {}  # by matter
         self._lock = threading.Lock()
         self._first = make(examples)  # for whatever comes first
         made(self._first)
@@ -265,23 +255,18 @@ class Apart:
         matter = tuple([id(args[i]) for i in self._first.weights.at])
         if self._ones:
             matter += tuple([n == 1 for n in self._first.programs.key(args)])
-        return (self._graphs.get(matter) or self._of(matter, args))(*args)
-
-    @property
-    def left(self) -> bool:
-        """Whether all of them are."""
-        return all(graph.left for graph in self._graphs.values())
+        return (self.graphs.get(matter) or self._of(matter, args))(*args)
 
     def _of(self, matter: Key, args: Sequence[Any]) -> CompiledGraph:
         with self._lock:
-            if matter not in self._graphs:
-                gone = next((m for m, graph in self._graphs.items() if graph.idle), None)
-                if gone is None and self._graphs:
-                    self._graphs[matter] = self._make(args)
-                    self._made(self._graphs[matter])
+            if matter not in self.graphs:
+                gone = next((m for m, graph in self.graphs.items() if graph.weights.gone), None)
+                if gone is None and self.graphs:
+                    self.graphs[matter] = self._make(args)
+                    self._made(self.graphs[matter])
                 else:
-                    self._graphs[matter] = self._first if gone is None else self._graphs.pop(gone)
-            return self._graphs[matter]
+                    self.graphs[matter] = self._first if gone is None else self.graphs.pop(gone)
+            return self.graphs[matter]
 
 
 def _load_kernels(sites: Sites, args: Sequence[Any], training: bool) -> None:
@@ -292,6 +277,6 @@ def _load_kernels(sites: Sites, args: Sequence[Any], training: bool) -> None:
         # The first one is the forward.
         for schema in known.site.card.schemas[: None if training else 1]
     }
-    first = next((a for a in args if isinstance(a, torch.Tensor) and a.is_floating_point()), None)
+    first = next((a for a in args if isinstance(a, Tensor) and a.is_floating_point()), None)
     if first is not None and (known := sorted(names & libraries.kernels().keys())):
         native(first, *known)

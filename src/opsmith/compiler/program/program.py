@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 from torch.fx import Node
 from torch.fx.node import map_arg
 
@@ -49,7 +49,7 @@ class Buffers:
     """Memory for one call at a time of whichever program of a graph: as much as the largest of them needs."""
 
     def __init__(self) -> None:
-        self._storage: list[torch.Tensor] = []  # by slot
+        self._storage: list[Tensor] = []  # by slot
         self._laid: weakref.WeakKeyDictionary[Program, list[Any]] = weakref.WeakKeyDictionary()
 
     def of(self, program: Program) -> list[Any]:
@@ -102,7 +102,7 @@ class Program:
 class Open:
     """A site whose sizes vary: what was chosen at the recorded ones where it is able, else the public function."""
 
-    def __init__(self, card: Operator, implementation: Implementation, swapped: dict[str, torch.Tensor]):
+    def __init__(self, card: Operator, implementation: Implementation, swapped: dict[str, Tensor]):
         self.card, self.implementation, self._swapped = card, implementation, swapped
 
     def __call__(self, *, out: Any = None, **call: Any) -> Any:
@@ -132,9 +132,9 @@ class Recorder:
         self.choose, self.weights = choose, weights
         self.env = entering(gm, args)
         self.placed: dict[Node, int] = {}  # by result: its (first) slot
-        self.calls: dict[Node, tuple[Implementation, dict[str, torch.Tensor]]] = {}
+        self.calls: dict[Node, tuple[Implementation, dict[str, Tensor]]] = {}
         self.open: dict[Node, Open] = {}
-        self.candidates: dict[Node, tuple[torch.Tensor, ...]] = {}
+        self.candidates: dict[Node, tuple[Tensor, ...]] = {}
         self.constant: dict[Node, Any] = {}
         self.still = weights.places
         self.slots = Slots()
@@ -165,7 +165,7 @@ class Recorder:
         """Run the graph. All values stay where they are, which says what shares memory; their numbers go when read."""
         lasting = {m for value in self.env.values() for m in memories(value)}
         fixed = {n for n in self.nodes if n.op == "get_attr" or is_size(n)}
-        living: dict[int, tuple[Node, torch.Tensor]] = {}  # by memory: what reads it last
+        living: dict[int, tuple[Node, Tensor]] = {}  # by memory: what reads it last
         for node in self.nodes:
             if node.op != "call_function":
                 continue
@@ -234,9 +234,9 @@ class Recorder:
         """True for a value that stands in a slot: a site's result, or a view of one."""
         value = self.env.get(node)
         own = node in self.calls or (node.op == "call_function" and is_pure(node))
-        return own and node not in self.varies and isinstance(value, torch.Tensor) and value in self.slots
+        return own and node not in self.varies and isinstance(value, Tensor) and value in self.slots
 
-    def _stays(self, t: torch.Tensor) -> bool:
+    def _stays(self, t: Tensor) -> bool:
         """True for memory that is the same at every call: a slot, or a weight as long as it does not change."""
         return t in self.slots or memory(t) in self.still
 
@@ -246,7 +246,7 @@ class Recorder:
             if not self._in_slot(value):
                 return str(value.name)
             value = self.env[value]
-        if isinstance(value, torch.Tensor) and value in self.slots:
+        if isinstance(value, Tensor) and value in self.slots:
             return f"buffers[{self.slots.buffer(value)}]"
         return None
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import torch
+from torch import Tensor
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import free_symbols
 
@@ -25,7 +25,7 @@ class Programs:
     """The programs of one graph by the numbers that it is given, and what they are worth; None where eager runs."""
 
     def __init__(self, placeholders: Sequence[Node]) -> None:
-        self._at = [i for i, n in enumerate(placeholders) if not isinstance(n.meta.get("val"), torch.Tensor)]
+        self._at = [i for i, n in enumerate(placeholders) if not isinstance(n.meta.get("val"), Tensor)]
         self._numbers = [placeholders[i] for i in self._at]
         self.plans: dict[Key, ShapePlan] = {}
         self.worths: dict[Key, Worth] = {}  # of those that were measured

@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from opsmith import decoding
 from opsmith.compiler.reasons import raised
@@ -27,7 +28,7 @@ Run = Callable[[Sequence[Any]], Any]
 
 def gpu_of(examples: Sequence[Any]) -> torch.device | None:
     """The GPU on which all inputs lie; None where some lie elsewhere."""
-    devices = {e.device for e in examples if isinstance(e, torch.Tensor)}
+    devices = {e.device for e in examples if isinstance(e, Tensor)}
     (device,) = devices if len(devices) == 1 else (None,)
     return device if device is not None and device.type == "cuda" else None
 
@@ -110,9 +111,9 @@ class Recording:
             self._replay, (self._results, self._reports) = gpu.record(body)
         if not isinstance(self._results, tuple | list):
             raise RuntimeError("its result is no tuple")
-        places = [memory(t) for t in self._results if isinstance(t, torch.Tensor) and t.numel()]
-        self.bytes = sum(t.nbytes for t in self._results if isinstance(t, torch.Tensor))
-        others = {memory(t) for t in given if isinstance(t, torch.Tensor)}
+        places = [memory(t) for t in self._results if isinstance(t, Tensor) and t.numel()]
+        self.bytes = sum(t.nbytes for t in self._results if isinstance(t, Tensor))
+        others = {memory(t) for t in given if isinstance(t, Tensor)}
         if len(places) != len(set(places)) or others & set(places):
             raise RuntimeError("its results share memory with each other or with what it is given")
 
@@ -129,14 +130,14 @@ class Recording:
         for own, t in zip(self._laid, [] if laid is None else laid.tensors(), strict=True):
             own.copy_(t)
         self._replay()
-        results = [r.clone() if isinstance(r, torch.Tensor) else r for r in self._results]
+        results = [r.clone() if isinstance(r, Tensor) else r for r in self._results]
         if self._reports is not None:
             for found, (_, look) in zip(self._reports.tolist(), self._asked, strict=True):
                 look(found)
         return type(self._results)(results)
 
 
-def _once(t: torch.Tensor) -> torch.Tensor:
+def _once(t: Tensor) -> Tensor:
     """A tensor without the copies that `expand` shows of it."""
     for dim, step in enumerate(t.stride()):
         if not step and t.shape[dim] > 1:
@@ -144,7 +145,7 @@ def _once(t: torch.Tensor) -> torch.Tensor:
     return t
 
 
-def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
+def _same(a: Tensor, b: Tensor) -> bool:
     return a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride()
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
+from torch import Tensor
 from torch.fx import Node
 from torch.fx.node import map_arg
 
@@ -33,7 +33,7 @@ class Alike:
             self._proved.setdefault((form, implementation), (name, [v.eager for v in verdicts]))
 
     def check(
-        self, form: str, implementation: str, site: Site, value: Value, got: Sequence[torch.Tensor | None]
+        self, form: str, implementation: str, site: Site, value: Value, got: Sequence[Tensor | None]
     ) -> tuple[str, Verdict] | None:
         """The name of the proved site that this one is like, and the verdict; None where it has to be proved itself."""
         name, errors = self._proved.get((form, implementation), ("", []))
@@ -73,6 +73,6 @@ def form(site: Site, value: Value) -> str:
 
 def _kind(value: Any) -> str:
     """A tensor by what it is and not what is in it; anything else by its value."""
-    if not isinstance(value, torch.Tensor):
+    if not isinstance(value, Tensor):
         return repr(value)
     return f"{value.dtype} {tuple(value.shape)} {value.stride()} {value.device}"

@@ -16,7 +16,7 @@ from typing import Annotated, Any
 
 import torch
 from pydantic import Field
-from torch import fx
+from torch import Tensor, fx
 
 from opsmith import measure
 from opsmith.compiler.find.site import Site
@@ -103,14 +103,14 @@ def _digest(values: Iterable[Any]) -> str:
     with ThreadPoolExecutor(torch.get_num_threads()) as threads:
         for value, its in zip(values, threads.map(_digest_of, values), strict=True):
             digest.update(its)
-            if isinstance(value, torch.Tensor):
+            if isinstance(value, Tensor):
                 read.add(value)  # of a table, the model reads but some rows
     read.give_back()
     return digest.hexdigest()
 
 
 def _digest_of(value: Any) -> bytes:
-    if not isinstance(value, torch.Tensor):
+    if not isinstance(value, Tensor):
         return hashlib.blake2b(f"{type(value).__name__} {value}".encode()).digest()
     digest = hashlib.blake2b(f"{value.dtype}{tuple(value.shape)}{value.stride()}{value.device}".encode())
     flat = value.detach().to("cpu").contiguous().reshape(-1)

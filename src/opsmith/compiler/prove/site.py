@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.fx import Node
 from torch.fx.node import map_arg
 
@@ -25,11 +26,11 @@ from opsmith.compiler.prove.wide import widened
 from opsmith.operator import Tolerance, Verdict
 
 Value = Callable[[Node], Any]
-Part = tuple[slice, Mapping[Node, torch.Tensor]]  # columns of results, and what they are exactly
+Part = tuple[slice, Mapping[Node, Tensor]]  # columns of results, and what they are exactly
 Exact = Callable[[], Iterable[Part]]  # what `run_wide` finds
 
 
-def prove(site: Site, value: Value, got: tuple[torch.Tensor | None, ...], exactly: Exact) -> list[Verdict]:
+def prove(site: Site, value: Value, got: tuple[Tensor | None, ...], exactly: Exact) -> list[Verdict]:
     """Hold each of the operator's results to the card's tolerance; `value` gives what eager computed at a node."""
     # Layers that one kernel does together stay what each was by itself, which is proved where it was packed.
     if site.columns and all(
@@ -58,7 +59,7 @@ def worst(verdicts: Iterable[Verdict]) -> Verdict:
 
 
 def _check(
-    tolerance: Tolerance, got: torch.Tensor, eager: torch.Tensor, exact: Iterable[tuple[slice, torch.Tensor]]
+    tolerance: Tolerance, got: Tensor, eager: Tensor, exact: Iterable[tuple[slice, Tensor]]
 ) -> Verdict:
     if got.shape != eager.shape:
         return Verdict(False, math.inf, 0.0, f"shape {tuple(got.shape)}, expected {tuple(eager.shape)}")
@@ -68,9 +69,7 @@ def _check(
     )
 
 
-def _defined(
-    got: torch.Tensor, eager: torch.Tensor, exact: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _defined(got: Tensor, eager: Tensor, exact: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     if math.isnan(exact.sum()):  # as it is where one number is
         # A row in which every key is masked has no softmax: NaN in eager's arithmetic, zeros by definition here.
         undefined = exact.isnan() & eager.isnan() & (got == 0)
@@ -116,9 +115,9 @@ class _Product:
     """A linear layer in float64, so many columns at a time."""
 
     node: Node
-    x: torch.Tensor
-    weight: torch.Tensor
-    bias: torch.Tensor | None = None
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None = None
 
     def __iter__(self) -> Iterator[Part]:
         x, columns = widened(self.x), max(1, _BLOCK // max(self.weight.shape[-1], 1))
@@ -130,5 +129,5 @@ class _Product:
             bias = None if self.bias is None else widened(self.bias[at])
             yield at, {self.node: F.linear(x, widened(self.weight[at]), bias)}
 
-    def whole(self) -> torch.Tensor:
+    def whole(self) -> Tensor:
         return torch.cat([part[self.node] for _, part in self], -1)

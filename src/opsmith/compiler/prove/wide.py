@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 _WIDE = {
@@ -23,7 +24,7 @@ def widened(value: Any) -> Any:
         return type(value)(widened(v) for v in value)
     if isinstance(value, dict):
         return {k: widened(v) for k, v in value.items()}
-    if isinstance(value, torch.Tensor) and value.dtype in _WIDE:
+    if isinstance(value, Tensor) and value.dtype in _WIDE:
         return value.to(_WIDE[value.dtype])
     return value
 
@@ -34,6 +35,6 @@ class Exact(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func in (torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16):
-            func = torch.Tensor.double
+        if func in (Tensor.float, Tensor.half, Tensor.bfloat16):
+            func = Tensor.double
         return func(*widened(args), **widened(kwargs or {}))

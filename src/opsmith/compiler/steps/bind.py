@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
+from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -22,11 +22,11 @@ class Kernels(TorchDispatchMode):
     While it listens, none of them is made: they only write to what they are given.
     """
 
-    def __init__(self, still: Callable[[torch.Tensor], bool]) -> None:
+    def __init__(self, still: Callable[[Tensor], bool]) -> None:
         super().__init__()
         self.calls: list[Call] = []
         self.inputs: list[str] = []  # the function's arguments
-        self.views: list[tuple[torch.Tensor, Call]] = []  # of these
+        self.views: list[tuple[Tensor, Call]] = []  # of these
         self._still = still
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -36,13 +36,13 @@ class Kernels(TorchDispatchMode):
         if not func.is_view:
             raise _Unbound
         view = func(*args, **(kwargs or {}))
-        if isinstance(view, torch.Tensor) and not self._still(view):
+        if isinstance(view, Tensor) and not self._still(view):
             self.views.append((view, (func, tuple(args), dict(kwargs or {}))))
         return view
 
 
 def kernel_calls(
-    fn: Callable[..., Any], arguments: Mapping[str, Any], still: Callable[[torch.Tensor], bool]
+    fn: Callable[..., Any], arguments: Mapping[str, Any], still: Callable[[Tensor], bool]
 ) -> Kernels | None:
     """The kernels that a function calls for these arguments, or None where it does more than that.
 
@@ -55,8 +55,8 @@ def kernel_calls(
             fn(**arguments)
     except _Unbound:
         return None
-    found.inputs = [k for k, v in arguments.items() if isinstance(v, torch.Tensor) and not still(v)]
+    found.inputs = [k for k, v in arguments.items() if isinstance(v, Tensor) and not still(v)]
     named = {id(arguments[k]) for k in found.inputs} | {id(view) for view, _ in found.views}
     given = pytree.tree_leaves([call[1:] for call in found.calls])
-    known = all(still(v) or id(v) in named for v in given if isinstance(v, torch.Tensor))
+    known = all(still(v) or id(v) in named for v in given if isinstance(v, Tensor))
     return found if known else None

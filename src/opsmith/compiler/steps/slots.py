@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 from torch.fx import Node
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -29,10 +29,7 @@ class Slots:
         self._of: dict[int, int] = {}  # by the memory of a recorded result: the slot in its place
 
     def place(
-        self,
-        nodes: Sequence[Node],
-        candidates: Mapping[Node, tuple[torch.Tensor, ...]],
-        last: Mapping[Node, int],
+        self, nodes: Sequence[Node], candidates: Mapping[Node, tuple[Tensor, ...]], last: Mapping[Node, int]
     ) -> dict[Node, int]:
         """The (first) slot of each result: the free slot nearest in size is grown rather than a new one opened."""
         until: list[int] = []
@@ -61,7 +58,7 @@ class Slots:
     def __contains__(self, value: Any) -> bool:
         return memory(value) in self._of
 
-    def buffer(self, t: torch.Tensor) -> int:
+    def buffer(self, t: Tensor) -> int:
         """The index, among the buffers, of what this recorded tensor stands for."""
         offset = int(t.storage_offset()) * t.element_size()
         layout = (self._of[memory(t)], offset, t.dtype, tuple(t.shape), t.stride())
@@ -72,7 +69,7 @@ def last_uses(
     nodes: Sequence[Node],
     env: Mapping[Node, Any],
     result: Any,
-    candidates: Mapping[Node, tuple[torch.Tensor, ...]],
+    candidates: Mapping[Node, tuple[Tensor, ...]],
     varies: Collection[Node],
 ) -> dict[Node, int]:
     """For each result that could be a buffer, the last step that reads its memory; absent if it escapes.
@@ -120,7 +117,7 @@ def entering(gm: fx.GraphModule, args: Sequence[Any]) -> dict[Node, Any]:
 
 def is_size(node: Node) -> bool:
     """True for an input that is a number."""
-    return node.op == "placeholder" and not isinstance(node.meta.get("val"), torch.Tensor)
+    return node.op == "placeholder" and not isinstance(node.meta.get("val"), Tensor)
 
 
 def is_pure(node: Node) -> bool:
@@ -131,8 +128,8 @@ def is_pure(node: Node) -> bool:
     return not node.target._schema.is_mutable and torch.Tag.nondeterministic_seeded not in node.target.tags
 
 
-def _tensors(value: Any) -> list[torch.Tensor]:
-    tensors = [v for v in pytree.tree_leaves(value) if isinstance(v, torch.Tensor)]
+def _tensors(value: Any) -> list[Tensor]:
+    tensors = [v for v in pytree.tree_leaves(value) if isinstance(v, Tensor)]
     lies = (t for t in tensors if t.layout == torch.strided and not t.is_mkldnn)
     return [t for t in lies if not is_traceable_wrapper_subclass(t)]  # a DTensor, say, only has parts that do
 
@@ -142,6 +139,6 @@ def memory(value: Any) -> int:
     return next(iter(memories(value)), -1)
 
 
-def memories(value: Any) -> dict[int, torch.Tensor]:
+def memories(value: Any) -> dict[int, Tensor]:
     """The tensors in a value that lie in memory, by a number for it."""
     return {t.untyped_storage().data_ptr(): t for t in _tensors(value)}

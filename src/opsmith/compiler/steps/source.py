@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from opsmith.call.fast import direct
 from opsmith.compiler.steps.bind import Kernels, kernel_calls
@@ -45,7 +46,7 @@ class Writer:
         stands = self._stands(value)
         if stands is not None:
             return stands
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, Tensor):
             return self._inputs.get(id(value)) or self.bind(value, "weight")
         if isinstance(value, list | tuple):
             inner = ", ".join(self.text(v) for v in value)
@@ -72,7 +73,7 @@ class Writer:
         label: str,
         call: Mapping[str, Any],
         out: Any,
-        swapped: Mapping[str, torch.Tensor],
+        swapped: Mapping[str, Tensor],
     ) -> list[str]:
         """The line that calls a site's implementation; without `out` the result is new, and gets the name.
 
@@ -94,7 +95,7 @@ class Writer:
         for func, args, kwargs in found.calls:
             given = {a.name: v for a, v in zip(func._schema.arguments, args, strict=False)} | kwargs
             for key, value in given.items():
-                stays = isinstance(value, torch.Tensor) and id(value) not in self._inputs
+                stays = isinstance(value, Tensor) and id(value) not in self._inputs
                 if stays and self._stands(value) is None:
                     self.bind(value, f"{name}_{key}")
             lines.append(f"    {self.call(direct.of(func), args, kwargs, target_name(func))}")
@@ -125,11 +126,11 @@ def alone(implementation: Implementation, call: Mapping[str, Any], new: bool) ->
         new: whether the result is new at every call; where not, all stays in place, as far as that may be.
     """
     out = implementation.fn(**call) if implementation.takes_out and not new else None
-    buffers: list[torch.Tensor] = []  # all tensors that are named: they are held, so their ids stay their own
+    buffers: list[Tensor] = []  # all tensors that are named: they are held, so their ids stay their own
     index: dict[int, int] = {}
 
     def stands(value: Any) -> str | None:
-        if not isinstance(value, torch.Tensor):
+        if not isinstance(value, Tensor):
             return None
         if id(value) not in index:
             index[id(value)] = len(buffers)

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"  # whose tensors these kernels take
@@ -43,14 +44,14 @@ Look = Callable[[int], None]  # raises where a kernel reported so
 
 
 class _Later(threading.local):
-    asked: list[tuple[torch.Tensor, Look]] | None = None
+    asked: list[tuple[Tensor, Look]] | None = None
 
 
 later = _Later()
 
 
 @contextmanager
-def asked_later() -> Iterator[list[tuple[torch.Tensor, Look]]]:
+def asked_later() -> Iterator[list[tuple[Tensor, Look]]]:
     """What kernels report while a CUDA graph is recorded, and who looks at it: nobody can, before a replay."""
     before, later.asked = later.asked, []
     try:

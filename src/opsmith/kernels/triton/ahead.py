@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
+from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -116,7 +117,7 @@ def place(kernel: Any, error: object) -> str:
 
 def _kind(value: Any) -> str:
     """The type that Triton's launcher would give an argument."""
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, Tensor):
         return _POINTERS[value.dtype]
     if value is None or value is True or value is False or (isinstance(value, int) and value == 1):
         return "constexpr"

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from opsmith.kernels.triton import INTERPRETED, later
 
@@ -111,12 +112,12 @@ def report(bad, token, inside):
         tl.atomic_min(bad, token)
 
 
-def flag(ids: torch.Tensor) -> torch.Tensor:
+def flag(ids: Tensor) -> Tensor:
     """Where a kernel reports the first position whose row lies outside the table."""
     return torch.full((1,), ids.numel(), dtype=torch.int64, device=ids.device)
 
 
-def check(bad: torch.Tensor, op: str, ids: torch.Tensor, rows: int, name: str = "ids") -> None:
+def check(bad: Tensor, op: str, ids: Tensor, rows: int, name: str = "ids") -> None:
     """Raise if a row was outside the table. Waits for the kernel; while a CUDA graph is captured, that is left to
     whoever replays it, where he has asked.
 
@@ -136,7 +137,7 @@ def check(bad: torch.Tensor, op: str, ids: torch.Tensor, rows: int, name: str = 
         later.asked.append((bad, look))
 
 
-def as_rows(x: torch.Tensor) -> torch.Tensor:
+def as_rows(x: Tensor) -> Tensor:
     """A tensor of any dimensions as [rows, n], a view: operators hand over what has one."""
     return x if x.dim() == 2 else x.view(-1, x.shape[-1]) if x.numel() else x.view(0, 1)
 
@@ -157,7 +158,7 @@ def in_registers(n: int, largest: int = 16384) -> dict[str, int]:
     return {"BLOCK": block, "num_warps": warps_of(block)}
 
 
-def steps(*tensors: torch.Tensor | None) -> tuple[int, ...]:
+def steps(*tensors: Tensor | None) -> tuple[int, ...]:
     """How far the rows of each are apart; 0 where there is none."""
     return tuple(0 if t is None else t.stride(0) for t in tensors)
 
@@ -175,10 +176,10 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
         with np.errstate(invalid="ignore"):  # inf - inf is NaN, and no news to a GPU
             kernel[grid](*args, **options)
         return
-    with torch.cuda.device(next(a for a in args if isinstance(a, torch.Tensor)).device):
+    with torch.cuda.device(next(a for a in args if isinstance(a, Tensor)).device):
         kernel[grid](*args, **options)
 
 
-def processors(like: torch.Tensor) -> int:
+def processors(like: Tensor) -> int:
     """Multiprocessors of the device: how many programs a persistent grid has."""
     return 4 if INTERPRETED else torch.cuda.get_device_properties(like.device).multi_processor_count

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 import triton.language as tl
+from torch import Tensor
 
 from opsmith.kernels.triton.common import exponential, inner
 
@@ -76,14 +77,14 @@ def gelu_tanh_slope(x):
     return s + c * s * e * 1.5957691216057308 * (1.0 + 3.0 * 0.044715 * c * c)
 
 
-def parts_of(total: torch.Tensor | None, programs: int) -> torch.Tensor | None:
+def parts_of(total: Tensor | None, programs: int) -> Tensor | None:
     """Memory for what each program sums up, where the sum is wanted."""
     if total is None:
         return None
     return torch.zeros((max(programs, 1), total.numel()), dtype=torch.float32, device=total.device)
 
 
-def add_parts(total: torch.Tensor | None, parts: torch.Tensor | None) -> None:
+def add_parts(total: Tensor | None, parts: Tensor | None) -> None:
     """The sum of what the programs have, rounded once."""
     if total is not None and parts is not None:
         total.copy_(parts.sum(0).view(total.shape))

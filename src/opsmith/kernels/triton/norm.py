@@ -5,9 +5,9 @@ A row stays in registers where it fits, and is read again from cache where not.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from opsmith.kernels.triton.common import in_registers, launch, processors, steps
 from opsmith.kernels.triton.formula import add_parts, parts_of
@@ -83,16 +83,16 @@ def _forward(
 
 
 def forward(
-    x: torch.Tensor,
-    residual: torch.Tensor | None,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
     eps: float,
     offset: float,
-    y: torch.Tensor,
-    summed: torch.Tensor | None,
-    mean: torch.Tensor | None,
-    rstd: torch.Tensor | None,
+    y: Tensor,
+    summed: Tensor | None,
+    mean: Tensor | None,
+    rstd: Tensor | None,
     *,
     centered: bool,
     rounds: bool = False,
@@ -187,16 +187,16 @@ def _columns(dy, s, means, rstds, dweight, dbias, rows, n, gs, ss, ROWS: tl.cons
 
 
 def backward(
-    dy: torch.Tensor,
-    dsummed: torch.Tensor | None,
-    s: torch.Tensor,
-    mean: torch.Tensor | None,
-    rstd: torch.Tensor,
-    weight: torch.Tensor | None,
+    dy: Tensor,
+    dsummed: Tensor | None,
+    s: Tensor,
+    mean: Tensor | None,
+    rstd: Tensor,
+    weight: Tensor | None,
     offset: float,
-    dx: torch.Tensor | None,
-    dweight: torch.Tensor | None,
-    dbias: torch.Tensor | None,
+    dx: Tensor | None,
+    dweight: Tensor | None,
+    dbias: Tensor | None,
 ) -> None:
     """Gradients of `(s - mean) * rstd * (weight + offset) + bias`, those that there is memory for."""
     rows, n = s.shape

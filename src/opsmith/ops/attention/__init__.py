@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from opsmith.call.arguments import check_fit, check_mask, check_number
 from opsmith.call.dispatch import compiling
@@ -65,19 +66,19 @@ SIGNATURE = Signature(
 
 
 def attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
     *,
-    mask: torch.Tensor | None = None,
+    mask: Tensor | None = None,
     causal: bool = False,
     scale: float | None = None,
     window: int | None = None,
     softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
-    alibi: torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
+    sinks: Tensor | None = None,
+    alibi: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
     """Weigh the values by how well each key fits the query; no L x S matrix in memory.
 
     `y = softmax(scale * q @ k.T + mask) @ v`, by an online softmax over tiles. A query that may see no key
@@ -175,12 +176,12 @@ class Attend(Call):
         q, v = values[0], values[2]
         return [(self.signature.results[0], [*q.shape[:-1], v.shape[-1]], q.dtype)]
 
-    def made_gradient(self, name: str, like: torch.Tensor, known: dict[str, Any]) -> torch.Tensor:
+    def made_gradient(self, name: str, like: Tensor, known: dict[str, Any]) -> Tensor:
         return torch.empty_like(dense_rows(like))
 
     def fresh(
-        self, like: torch.Tensor, shape: Sequence[int] | None = None, dtype: torch.dtype | None = None
-    ) -> torch.Tensor:
+        self, like: Tensor, shape: Sequence[int] | None = None, dtype: torch.dtype | None = None
+    ) -> Tensor:
         """Laid out as q is: heads inside, if q has them there, so that joining the heads is a view."""
         shape = like.shape if shape is None else shape
         if shape[-1] == like.shape[-1]:
@@ -234,7 +235,7 @@ _CALL = _Attention(SIGNATURE, attention, definition, eager=eager, converted=HOW)
 _Q, _KV = ("B", "H", "L", "D"), ("B", "H", "S", "D")
 
 
-def _written(how: str, fn: Callable[..., torch.Tensor]) -> Pattern:
+def _written(how: str, fn: Callable[..., Tensor]) -> Pattern:
     """One way to write attention: with a mask or without, its scores capped or not."""
     inputs: dict[str, Any] = {"q": _Q, "k": _KV, "v": _KV}
     if "mask" in how:
@@ -258,34 +259,23 @@ def _written(how: str, fn: Callable[..., torch.Tensor]) -> Pattern:
     )
 
 
-def _masked(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, scale: float
-) -> torch.Tensor:
+def _masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, mask, scale=scale)
 
 
-def _capped(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, twice: float, rate: float
-) -> torch.Tensor:
+def _capped(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, twice: float, rate: float) -> Tensor:
     """With `c tanh(s / c)` as `2 c sigmoid(2 s / c)`: the constant between them changes no softmax."""
     s = twice * torch.sigmoid(rate * (q @ k.transpose(-1, -2)))
     return torch.softmax(_hidden(s, mask), -1) @ v
 
 
-def _sunk(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    mask: torch.Tensor | None,
-    sinks: torch.Tensor,
-    scale: float,
-) -> torch.Tensor:
+def _sunk(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor, scale: float) -> Tensor:
     """The sinks as a column of the scores, which the weights lose again."""
     s = _hidden(scale * (q @ k.transpose(-1, -2)), mask)
     return torch.softmax(torch.cat((s, sinks), -1), -1)[..., :-1] @ v
 
 
-def _hidden(s: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+def _hidden(s: Tensor, mask: Tensor | None) -> Tensor:
     if mask is None:
         return s
     return s.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else s + mask

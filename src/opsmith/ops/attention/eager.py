@@ -11,14 +11,15 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
-Maybe = torch.Tensor | None
+Maybe = Tensor | None
 
 
 def definition(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
     mask: Maybe,
     at: Maybe,
     keys_at: Maybe,
@@ -28,7 +29,7 @@ def definition(
     causal: bool,
     window: int,
     softcap: float,
-) -> torch.Tensor:
+) -> Tensor:
     """The definition, in plain PyTorch."""
     groups = q.shape[1] // max(k.shape[1], 1)
     k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
@@ -50,14 +51,14 @@ def definition(
     return p[..., : k.shape[-2]].to(v.dtype) @ v
 
 
-def distances(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+def distances(q: Tensor, k: Tensor) -> Tensor:
     """[L, S]: how far behind a query's position a key stands, less than 0 in front of it."""
     rows, columns = q.shape[-2], k.shape[-2]
     here = torch.arange(rows, device=q.device)[:, None] + (columns - rows)
     return torch.arange(columns, device=q.device) - here
 
 
-def biased(mask: Maybe, alibi: torch.Tensor, distances: torch.Tensor) -> torch.Tensor:
+def biased(mask: Maybe, alibi: Tensor, distances: Tensor) -> Tensor:
     """ALiBi as an additive mask [..., H, L, S], together with the mask there is; in float32 at least."""
     slopes = alibi.to(torch.promote_types(alibi.dtype, torch.float32))
     bias = slopes.view(-1, 1, 1) * distances
@@ -66,7 +67,7 @@ def biased(mask: Maybe, alibi: torch.Tensor, distances: torch.Tensor) -> torch.T
     return bias.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else bias + mask
 
 
-def visible(q: torch.Tensor, k: torch.Tensor, causal: bool, window: int) -> Maybe:
+def visible(q: Tensor, k: Tensor, causal: bool, window: int) -> Maybe:
     """[L, S], True where causal rule and window let a query see a key; None when neither is asked for."""
     rows, columns = q.shape[-2], k.shape[-2]
     if not causal and not window:
@@ -80,18 +81,18 @@ def visible(q: torch.Tensor, k: torch.Tensor, causal: bool, window: int) -> Mayb
     return seen
 
 
-def hides(q: torch.Tensor, causal: bool) -> bool:
+def hides(q: Tensor, causal: bool) -> bool:
     """Whether the causal rule hides anything: the last query sees every key. No symbol, which PyTorch's refuses."""
     if q.shape[2] <= 1:
         return False
     return causal
 
 
-def default_scale(q: torch.Tensor) -> float:
+def default_scale(q: Tensor) -> float:
     return 1.0 / math.sqrt(q.shape[-1] or 1)
 
 
-def eager(*given: Any) -> torch.Tensor:
+def eager(*given: Any) -> Tensor:
     """PyTorch's fused attention where it can express the call, else the definition."""
     q, k, v, mask, at, keys_at, sinks, alibi, scale, causal, window, softcap = given
     if mask is not None and mask.dim() < 2:  # which PyTorch's does not broadcast
@@ -120,7 +121,7 @@ def eager(*given: Any) -> torch.Tensor:
     )
 
 
-def sdpa(values: Sequence[Any]) -> torch.Tensor:
+def sdpa(values: Sequence[Any]) -> Tensor:
     """PyTorch's fused attention on a GPU, for the calls that `sdpa_supports`."""
     q, k, v, _, _, _, _, _, scale, causal, *_ = values
     return F.scaled_dot_product_attention(

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from opsmith.call.layouts import nbytes
 from opsmith.operator import Cost, Make, Sample
@@ -34,29 +35,19 @@ def visible_pairs(rows: int, columns: int, causal: bool, window: int | None) -> 
 
 
 def cost(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    causal: bool = False,
-    window: int | None = None,
-    **options: Any,
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, window: int | None = None, **options: Any
 ) -> Cost:
     pairs = q.shape[:2].numel() * visible_pairs(q.shape[2], k.shape[2], causal, window)
     return cost_of(pairs, q, k, v, *(options.get(name) for name in ("mask", "sinks", "alibi")))
 
 
-def cost_of(
-    pairs: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *more: torch.Tensor | None
-) -> Cost:
+def cost_of(pairs: int, q: Tensor, k: Tensor, v: Tensor, *more: Tensor | None) -> Cost:
     """Of so many queries and keys that these see."""
     result = q.shape[:-1].numel() * v.shape[-1] * q.element_size()
     return Cost(2.0 * pairs * (q.shape[-1] + v.shape[-1]), nbytes(q, k, v, *more) + result)
 
 
-def entry_cost(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor | None, **rest: Any
-) -> Cost:
+def entry_cost(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None, **rest: Any) -> Cost:
     """Of a call of the dispatcher's entry, as a profile has it; the gradients have the scores once more.
 
     Of several packed sequences the lengths are values, which a call's shapes do not tell.
@@ -67,25 +58,25 @@ def entry_cost(
             raise NotImplementedError
         heads, length, keys = q.shape[1], q.shape[0], k.shape[0]
     seen = visible_pairs(length, keys, bool(rest["causal"]), rest["window"] or None)
-    tensors = [t for t in (cu_seqlens_q, *rest.values()) if isinstance(t, torch.Tensor)]
+    tensors = [t for t in (cu_seqlens_q, *rest.values()) if isinstance(t, Tensor)]
     flops = 2.0 * heads * seen * (q.shape[-1] + v.shape[-1])
     return Cost(2.5 * flops if "dout" in rest else flops, nbytes(q, k, v, *tensors))
 
 
-def promised(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: Any, **options: Any) -> bool:
+def promised(q: Tensor, k: Tensor, v: Tensor, *args: Any, **options: Any) -> bool:
     """What a mask or a score of -infinity hides is not looked at; in the reference its NaN or infinity shows."""
     hides = options.get("causal") or any(options.get(name) is not None for name in ("mask", "window"))
     hides = hides or bool(q.isinf().any() or k.isinf().any())
     return not hides or all(bool(t.isfinite().all()) for t in (k, v))
 
 
-def at_least_float32(t: torch.Tensor) -> torch.Tensor:
+def at_least_float32(t: Tensor) -> Tensor:
     return t.to(torch.promote_types(t.dtype, torch.float32))
 
 
 def _qkv(
     make: Make, b: int, h: int, hkv: int, l: int, s: int, d: int, dv: int | None = None
-) -> tuple[torch.Tensor, ...]:
+) -> tuple[Tensor, ...]:
     return make(b, h, l, d), make(b, hkv, s, d), make(b, hkv, s, dv or d)
 
 

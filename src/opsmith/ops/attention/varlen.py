@@ -8,6 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from opsmith.call.arguments import check_fit, check_number
@@ -21,20 +22,20 @@ _OP = "attention_varlen"
 
 
 def attention_varlen(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
     *,
     causal: bool = False,
     scale: float | None = None,
     window: int | None = None,
     softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
-    alibi: torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
+    sinks: Tensor | None = None,
+    alibi: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
     """Attend within each of several sequences packed into one tensor; no padding, no L x S matrix in memory.
 
     `y[q0:q1] = softmax(scale * q[q0:q1] @ k[k0:k1].T) @ v[k0:k1]` for every sequence, whose tokens are q0 to q1
@@ -93,15 +94,15 @@ class _Varlen(Attend):
 
 
 def _each(
-    attend: Callable[..., torch.Tensor],
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    attend: Callable[..., Tensor],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
     mask: None,
-    at: torch.Tensor,
-    keys_at: torch.Tensor,
+    at: Tensor,
+    keys_at: Tensor,
     *how: Any,
-) -> torch.Tensor:
+) -> Tensor:
     """Attention, sequence by sequence."""
     if q.is_meta:
         return q.new_empty((*q.shape[:2], v.shape[2]))
@@ -119,9 +120,9 @@ _CALL = _Varlen(
 )
 
 
-def _check_starts(name: str, starts: torch.Tensor, length: int) -> None:
+def _check_starts(name: str, starts: Tensor, length: int) -> None:
     # In a compiled graph there are no values yet: the kernel looks at them.
-    if torch.compiler.is_compiling() or not starts.is_cpu or type(starts) is not torch.Tensor:
+    if torch.compiler.is_compiling() or not starts.is_cpu or type(starts) is not Tensor:
         return
     values = starts.tolist()
     if values[0] != 0:
@@ -137,11 +138,11 @@ def _check_starts(name: str, starts: torch.Tensor, length: int) -> None:
 
 
 def _cost(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
     *,
     causal: bool = False,
     window: int | None = None,
@@ -153,7 +154,7 @@ def _cost(
     return cost_of(q.shape[1] * pairs, q, k, v, *more)
 
 
-def _starts(lengths: tuple[int, ...], device: str, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+def _starts(lengths: tuple[int, ...], device: str, dtype: torch.dtype = torch.int32) -> Tensor:
     # Costs are also counted where tensors are fake, without values: the offsets keep theirs.
     with _disable_current_modes():
         ends = torch.tensor((0, *lengths), dtype=dtype).cumsum(0)
@@ -168,7 +169,7 @@ def _packed(
     hkv: int,
     d: int,
     dv: int | None = None,
-) -> tuple[torch.Tensor, ...]:
+) -> tuple[Tensor, ...]:
     t, s = sum(queries), sum(keys)
     starts = _starts(queries, make.device), _starts(keys, make.device, torch.int64)
     return (make(t, h, d), make(s, hkv, d), make(s, hkv, dv or d), *starts)

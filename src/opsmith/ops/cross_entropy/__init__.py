@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from opsmith.call.arguments import check_device, check_float, check_number, one_of, short
 from opsmith.call.dispatch import compiling, needs_grad
@@ -57,8 +58,8 @@ class TargetError(IndexError, ValueError):
 
 
 def cross_entropy(
-    logits: torch.Tensor,
-    target: torch.Tensor,
+    logits: Tensor,
+    target: Tensor,
     *,
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
@@ -66,7 +67,7 @@ def cross_entropy(
     reduction: str = "mean",
     dtype: torch.dtype | None = None,
     overwrite: bool = False,
-) -> torch.Tensor:
+) -> Tensor:
     """Negative log-likelihood of the targets under the softmax of the logits; reads the logits once.
 
     `loss = lse - (1 - e) * logits[target] - e * mean(logits) + z_loss * lse^2`, with `lse = log(sum(exp(logits)))`
@@ -103,8 +104,8 @@ def cross_entropy(
 
 
 def definition(
-    logits: torch.Tensor,
-    target: torch.Tensor,
+    logits: Tensor,
+    target: Tensor,
     ignore_index: int,
     label_smoothing: float,
     z_loss: float,
@@ -112,7 +113,7 @@ def definition(
     dtype: torch.dtype | None,
     overwrite: bool,
     op: str = "cross_entropy",
-) -> torch.Tensor:
+) -> Tensor:
     """The definition, in plain PyTorch."""
     classes = logits.shape[-1]
     if dtype is not None and logits.dtype != torch.float64:
@@ -128,7 +129,7 @@ def definition(
             reduction=[*REDUCTIONS][reduction] if whole else "none",
         )
     except (IndexError, RuntimeError):
-        if type(target) is torch.Tensor:
+        if type(target) is Tensor:
             check_targets(target, classes, ignore_index, op)
         raise
     if whole:
@@ -141,9 +142,9 @@ def definition(
     return loss.sum() if reduction == REDUCTIONS["sum"] else loss.view(target.shape)
 
 
-def check_target(op: str, target: Any, logits: torch.Tensor, name: str = "logits") -> None:
+def check_target(op: str, target: Any, logits: Tensor, name: str = "logits") -> None:
     """Refuse targets that are no class numbers, or live elsewhere."""
-    if not isinstance(target, torch.Tensor):
+    if not isinstance(target, Tensor):
         raise TypeError(f"{op}: target must be a tensor, got {type(target).__name__}")
     if target.dtype not in (torch.int64, torch.int32):
         more = "; probabilities are not supported" if target.is_floating_point() else "; cast it first"
@@ -169,7 +170,7 @@ def check_options(
         raise ValueError(f"{op}: label_smoothing must be in [0, 1], got {label_smoothing}")
 
 
-def check_targets(target: torch.Tensor, classes: int, ignore_index: int, op: str) -> None:
+def check_targets(target: Tensor, classes: int, ignore_index: int, op: str) -> None:
     """Refuse the first target outside [0, classes) that is not ignored, naming its position."""
     bad = (((target < 0) | (target >= classes)) & (target != ignore_index)).nonzero()
     if len(bad):
@@ -189,12 +190,12 @@ class Loss(Call):
         shape = [] if known["reduction"] else [*known["target"].shape]
         return [(self.signature.results[0], shape, known["dtype"] or values[0].dtype)]
 
-    def taken(self, of: Any, t: torch.Tensor | None) -> torch.Tensor | None:
+    def taken(self, of: Any, t: Tensor | None) -> Tensor | None:
         if t is None or of.name == "stats":
             return t
         return as_rows(t) if of is self.signature.tensors[0] else t.reshape(-1)
 
-    def taken_result(self, of: Any, t: torch.Tensor) -> torch.Tensor:
+    def taken_result(self, of: Any, t: Tensor) -> Tensor:
         return t.view(-1) if of is self.signature.results[0] else super().taken_result(of, t)
 
     def apart(self, values: Sequence[Any]) -> Sequence[str]:
@@ -231,7 +232,7 @@ class Loss(Call):
                 raise TypeError(
                     f"{self.op}: {ours}; classes that are spread over ranks need one: cast, or redistribute first"
                 )
-            learns = needs_grad(*(t for t in parts.values() if isinstance(t, torch.Tensor)))
+            learns = needs_grad(*(t for t in parts.values() if isinstance(t, Tensor)))
             loss = (self.recorded if learns else self.native)(over_classes, [*parts.values()])
         summed = [Replicate() if along in (None, "V") else Partial() for along in spread.divides]
         if not known["reduction"]:
@@ -293,7 +294,7 @@ class _CrossEntropy(Loss):
             return backend.backward if backward else backend.forward
         return super().kernel(backend, backward)
 
-    def made_gradient(self, name: str, like: torch.Tensor, known: dict[str, Any]) -> torch.Tensor:
+    def made_gradient(self, name: str, like: Tensor, known: dict[str, Any]) -> Tensor:
         if not (known["overwrite"] and like.is_contiguous()):
             return super().made_gradient(name, like, known)
         torch.autograd.graph.increment_version(like)
@@ -306,9 +307,7 @@ _CALL = _CrossEntropy(
 
 
 def _pattern(reduction: str) -> Pattern:
-    def written(
-        logits: torch.Tensor, target: torch.Tensor, ignore_index: float, label_smoothing: float
-    ) -> torch.Tensor:
+    def written(logits: Tensor, target: Tensor, ignore_index: float, label_smoothing: float) -> Tensor:
         return F.cross_entropy(
             logits,
             target,

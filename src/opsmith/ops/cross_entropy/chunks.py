@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from opsmith.call.dispatch import native
 from opsmith.call.layouts import dense
@@ -47,16 +48,16 @@ class _Options(NamedTuple):
 class _Gradients(NamedTuple):
     """Memory for the gradients that are wanted."""
 
-    hidden: torch.Tensor | None
-    weight: torch.Tensor | None
-    bias: torch.Tensor | None  # float32, sums up what chunks and groups of rows give
+    hidden: Tensor | None
+    weight: Tensor | None
+    bias: Tensor | None  # float32, sums up what chunks and groups of rows give
 
 
 class _Chunk(NamedTuple):
     first: int
     last: int
-    weight: torch.Tensor  # [last - first, K]
-    bias: torch.Tensor | None
+    weight: Tensor  # [last - first, K]
+    bias: Tensor | None
 
     @property
     def width(self) -> int:
@@ -66,10 +67,10 @@ class _Chunk(NamedTuple):
 class _Layer(NamedTuple):
     """An output layer and what its rows should give."""
 
-    hidden: torch.Tensor  # [rows, K]
-    weight: torch.Tensor  # [classes, K]
-    target: torch.Tensor  # [rows]
-    bias: torch.Tensor | None
+    hidden: Tensor  # [rows, K]
+    weight: Tensor  # [classes, K]
+    target: Tensor  # [rows]
+    bias: Tensor | None
     ranks: Ranks | None = None  # who has the other classes, where these are not all
 
     @property
@@ -82,7 +83,7 @@ class _Layer(NamedTuple):
         """Bytes that may be taken beside the gradients."""
         return self.weight.shape[0] * self.hidden.shape[0] * self.hidden.element_size() // _SHARE - _LIBRARIES
 
-    def row_of_sums(self, dhidden: torch.Tensor | None) -> int:
+    def row_of_sums(self, dhidden: Tensor | None) -> int:
         """What the float32 sums of hidden's gradient take of that, for each row."""
         sums, k = int(dhidden is not None), self.hidden.shape[1]
         if _onednn_multiplies(self.hidden, self.weight.shape[0]):
@@ -111,7 +112,7 @@ class _Logits:
             widest = max(widest, _LEAST_BYTES // row // 64 * 64)
         self.chunks = -(-self.classes // widest)
         self._width = -(-self.classes // max(self.chunks, 1) // 64) * 64 or 64
-        self._memory: torch.Tensor | None = None
+        self._memory: Tensor | None = None
 
     def __iter__(self) -> Iterator[_Chunk]:
         for first in range(0, self.classes, self._width):
@@ -119,13 +120,13 @@ class _Logits:
             bias = None if self._bias is None else self._bias[first:last]
             yield _Chunk(first, last, self._weight[first:last], bias)
 
-    def memory(self, chunk: _Chunk) -> torch.Tensor:
+    def memory(self, chunk: _Chunk) -> Tensor:
         """[rows, width] to write a chunk to, the same for each."""
         if self._memory is None:
             self._memory = self.hidden.new_empty(self.rows * min(self._width, self.classes))
         return self._memory[: self.rows * chunk.width].view(self.rows, chunk.width)
 
-    def multiply(self, chunk: _Chunk, some: slice, out: torch.Tensor | None = None) -> torch.Tensor:
+    def multiply(self, chunk: _Chunk, some: slice, out: Tensor | None = None) -> Tensor:
         """The logits of some rows, in `out` too where it is given; they live until the next are asked for."""
         if self.onednn:
             y = self._onednn(chunk, some)
@@ -139,22 +140,22 @@ class _Logits:
             return torch.mm(hidden, chunk.weight.t(), out=out)
         return torch.addmm(chunk.bias, hidden, chunk.weight.t(), out=out)
 
-    def _onednn(self, chunk: _Chunk, some: slice) -> torch.Tensor:
+    def _onednn(self, chunk: _Chunk, some: slice) -> Tensor:
         linear = torch.ops.mkldnn._linear_pointwise
         # A weight with gaps between its rows would take oneDNN's slowest path.
         first, *more = (part.contiguous() for part in chunk.weight.split(_ONEDNN_CHAIN, 1))
-        y: torch.Tensor = linear.default(self._parts[0][some], first, chunk.bias, "none", [], "")
+        y: Tensor = linear.default(self._parts[0][some], first, chunk.bias, "none", [], "")
         for x, w in zip(self._parts[1:], more, strict=True):
             y = linear.binary(x[some], y, w, None, "add")
         return y
 
 
-def _emulated(hidden: torch.Tensor) -> bool:
+def _emulated(hidden: Tensor) -> bool:
     """Whether a product has float32 memory of its own beside the result."""
     return hidden.is_cpu and hidden.dtype in EMULATED_DTYPES
 
 
-def _onednn_multiplies(hidden: torch.Tensor, classes: int) -> bool:
+def _onednn_multiplies(hidden: Tensor, classes: int) -> bool:
     """True where oneDNN beats PyTorch's own choice, MKL: float32 on a CPU, and rows enough for a matrix product.
 
     A few rows, and sums over a few classes, PyTorch computes in shorter chains of additions, more exactly.
@@ -173,11 +174,11 @@ class _Kept(NamedTuple):
     """Memory in which logits outlive their chunk: those of the first `rows` rows."""
 
     rows: int = 0
-    memory: torch.Tensor | None = None  # flat
+    memory: Tensor | None = None  # flat
     stride: int = 0  # numbers of the memory for each class, at least as many as rows
     borrowed: bool = False  # something else will be written there
 
-    def of(self, chunk: _Chunk) -> torch.Tensor:
+    def of(self, chunk: _Chunk) -> Tensor:
         """[rows, width]"""
         assert self.memory is not None
         start = chunk.first * self.stride
@@ -193,17 +194,17 @@ class _Kept(NamedTuple):
 class _Counted:
     """The rows whose targets are not ignored, which alone take part where they are few enough."""
 
-    def __init__(self, target: torch.Tensor, ignore_index: int):
-        self.rows: torch.Tensor | None = None
+    def __init__(self, target: Tensor, ignore_index: int):
+        self.rows: Tensor | None = None
         if target.is_cpu:  # a GPU would have to be waited for
             rows = (target != ignore_index).nonzero().squeeze(1)
             if 0 < len(rows) <= len(target) - len(target) / _WORTH:
                 self.rows = rows
 
-    def of(self, t: torch.Tensor, dim: int = 0) -> torch.Tensor:
+    def of(self, t: Tensor, dim: int = 0) -> Tensor:
         return t if self.rows is None else t.index_select(dim, self.rows)
 
-    def memory(self, out: torch.Tensor | None, dim: int = 0) -> torch.Tensor | None:
+    def memory(self, out: Tensor | None, dim: int = 0) -> Tensor | None:
         """Where those rows of an output are written: its own memory, or some that `spread` reads."""
         if out is None or self.rows is None:
             return out
@@ -211,23 +212,23 @@ class _Counted:
         shape[dim] = len(self.rows)
         return out.new_empty(shape)
 
-    def spread(self, out: torch.Tensor | None, few: torch.Tensor | None, dim: int = 0) -> None:
+    def spread(self, out: Tensor | None, few: Tensor | None, dim: int = 0) -> None:
         """Those rows into their places, and zeros into the others'."""
         if out is not None and few is not None and few is not out and self.rows is not None:
             out.zero_().index_copy_(dim, self.rows, few)
 
 
 def forward(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    target: torch.Tensor,
-    bias: torch.Tensor | None,
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None,
     *options: float,
-    loss: torch.Tensor,
-    dhidden: torch.Tensor | None = None,
-    dweight: torch.Tensor | None = None,
-    dbias: torch.Tensor | None = None,
-    stats: torch.Tensor | None = None,
+    loss: Tensor,
+    dhidden: Tensor | None = None,
+    dweight: Tensor | None = None,
+    dbias: Tensor | None = None,
+    stats: Tensor | None = None,
     ranks: Ranks | None = None,
 ) -> None:
     """The loss; the gradients of `gradient_scale` times that, where they are asked for and it is one number.
@@ -255,16 +256,16 @@ def forward(
 
 
 def backward(
-    dloss: torch.Tensor,
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    target: torch.Tensor,
-    bias: torch.Tensor | None,
-    stats: torch.Tensor,
+    dloss: Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None,
+    stats: Tensor,
     *options: float,
-    dhidden: torch.Tensor | None = None,
-    dweight: torch.Tensor | None = None,
-    dbias: torch.Tensor | None = None,
+    dhidden: Tensor | None = None,
+    dweight: Tensor | None = None,
+    dbias: Tensor | None = None,
     ranks: Ranks | None = None,
 ) -> None:
     """The gradients, from logits that are computed again."""
@@ -279,7 +280,7 @@ def backward(
     counted.spread(dhidden, to.hidden)
 
 
-def gradient_scale(hidden: torch.Tensor, weight: torch.Tensor, reduction: int) -> torch.Tensor | float:
+def gradient_scale(hidden: Tensor, weight: Tensor, reduction: int) -> Tensor | float:
     """By what the gradients that come with the loss are too large, where float16 would else lose what is small.
 
     A mean's gradients are at most twice the largest number of the other factor, so that much it leaves room for.
@@ -296,16 +297,16 @@ def gradient_scale(hidden: torch.Tensor, weight: torch.Tensor, reduction: int) -
     return torch.exp2(torch.log2(room).floor()).nan_to_num(128.0, 128.0).clamp(0.25, 128.0)
 
 
-def _column_sums(dbias: torch.Tensor | None) -> torch.Tensor | None:
+def _column_sums(dbias: Tensor | None) -> Tensor | None:
     return None if dbias is None else torch.zeros_like(dbias, dtype=torch.float32)
 
 
-def _round(sums: torch.Tensor | None, dbias: torch.Tensor | None) -> None:
+def _round(sums: Tensor | None, dbias: Tensor | None) -> None:
     if sums is not None and dbias is not None:
         dbias.copy_(sums)
 
 
-def _scan(logits: _Logits, kept: _Kept, how: _Options, state: torch.Tensor) -> None:
+def _scan(logits: _Logits, kept: _Kept, how: _Options, state: Tensor) -> None:
     """Chunk by chunk, the logits into the six numbers of their row, and where some are kept, there too."""
     if logits.ranks:
         logits.ranks.begin(state)
@@ -327,7 +328,7 @@ def _scan(logits: _Logits, kept: _Kept, how: _Options, state: torch.Tensor) -> N
 
 
 def _scan_and_differentiate(
-    layer: _Layer, how: _Options, state: torch.Tensor, to: _Gradients, scale: torch.Tensor | float
+    layer: _Layer, how: _Options, state: Tensor, to: _Gradients, scale: Tensor | float
 ) -> None:
     """Both passes over the chunks, of the loss as one number.
 
@@ -388,7 +389,7 @@ def _groups(layer: _Layer, to: _Gradients) -> Iterator[tuple[slice, _Logits, _Ke
 
 
 def _differentiate(
-    logits: _Logits, kept: _Kept, how: _Options, dloss: torch.Tensor, stats: torch.Tensor, to: _Gradients
+    logits: _Logits, kept: _Kept, how: _Options, dloss: Tensor, stats: Tensor, to: _Gradients
 ) -> None:
     """Chunk by chunk: the logits become their gradient, and that is multiplied into hidden's and the weight's."""
     total = None
@@ -417,7 +418,7 @@ def _differentiate(
             _sum_over_rows(d, logits, to.weight[chunk.first : chunk.last])
 
 
-def _sum_over_rows(d: torch.Tensor, logits: _Logits, out: torch.Tensor) -> None:
+def _sum_over_rows(d: Tensor, logits: _Logits, out: Tensor) -> None:
     """out = d.T @ hidden.
 
     Libraries sum a few rows in one chain. PyTorch has the ignored ones in between, and so shorter chains of the
@@ -439,9 +440,7 @@ def _sum_over_rows(d: torch.Tensor, logits: _Logits, out: torch.Tensor) -> None:
         out.addmm_(d[first : first + step].t(), logits.hidden[first : first + step])
 
 
-def _again(
-    logits: _Logits, kept: _Kept, chunk: _Chunk
-) -> tuple[torch.Tensor, list[tuple[slice, torch.Tensor]]]:
+def _again(logits: _Logits, kept: _Kept, chunk: _Chunk) -> tuple[Tensor, list[tuple[slice, Tensor]]]:
     """Memory for a chunk's gradient, and its logits, kept or computed again, with the rows they are of."""
     if not kept.borrowed or kept.rows == logits.rows:
         x = kept.of(chunk) if kept.rows else logits.multiply(chunk, slice(0, logits.rows))
@@ -453,13 +452,11 @@ def _again(
     ]
 
 
-def _add_product(
-    total: torch.Tensor | None, a: torch.Tensor, b: torch.Tensor, memory: torch.Tensor, onednn: bool
-) -> torch.Tensor:
+def _add_product(total: Tensor | None, a: Tensor, b: Tensor, memory: Tensor, onednn: bool) -> Tensor:
     """total + a @ b, the total in float32; the product may pass through `memory`."""
     if onednn:
         linear, b = torch.ops.mkldnn._linear_pointwise, b.contiguous().t()
-        new: torch.Tensor = (
+        new: Tensor = (
             linear.default(a, b, None, "none", [], "")
             if total is None
             else linear.binary(a, total, b, None, "add")

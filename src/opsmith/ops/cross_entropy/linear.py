@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from opsmith.call import dispatch
 from opsmith.call.arguments import one_of
@@ -56,17 +57,17 @@ SIGNATURE = Signature(
 
 
 def linear_cross_entropy(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    target: torch.Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
     *,
-    bias: torch.Tensor | None = None,
+    bias: Tensor | None = None,
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     reduction: str = "mean",
     dtype: torch.dtype | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """Cross-entropy of a linear layer's output, which is never in memory as a whole.
 
     `loss = cross_entropy(hidden @ weight.T + bias, target)`, chunk by chunk over the classes. Where autograd records
@@ -110,9 +111,7 @@ def linear_cross_entropy(
     return _CALL.traced(hidden, weight, target, bias, *options, dtype, None, None, None, None)  # type: ignore[no-any-return]
 
 
-def definition(
-    hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, bias: Any, *how: Any
-) -> torch.Tensor:
+def definition(hidden: Tensor, weight: Tensor, target: Tensor, bias: Any, *how: Any) -> Tensor:
     """The definition, in plain PyTorch."""
     options: Any = (*how[:5], False, _OP)
     return loss_of(F.linear(hidden, weight, bias), target, *options)
@@ -155,7 +154,7 @@ class _LinearCrossEntropy(Loss):
             return partial(chunks.backward if backward else chunks.forward, ranks=backend)
         return super().kernel(backend, backward)
 
-    def taken(self, of: Any, t: torch.Tensor | None) -> torch.Tensor | None:
+    def taken(self, of: Any, t: Tensor | None) -> Tensor | None:
         return t if of.name in ("weight", "bias") else super().taken(of, t)
 
 
@@ -163,7 +162,7 @@ class _Reduced(torch.autograd.Function):
     """One loss: forward computes the gradients while it has the logits; backward multiplies them by a number."""
 
     @staticmethod
-    def forward(ctx: Any, backend: Any, *values: Any) -> torch.Tensor:
+    def forward(ctx: Any, backend: Any, *values: Any) -> Tensor:
         known = _CALL.named(values)
         wanted = [name for name, needed in zip(known, ctx.needs_input_grad[1:], strict=True) if needed]
         made = {name: _CALL.fresh(known[name]) for name in wanted}
@@ -176,16 +175,14 @@ class _Reduced(torch.autograd.Function):
 
     @staticmethod
     @dispatch.once(_OP)
-    def backward(ctx: Any, dloss: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
         gradients = iter(_times(dloss, 1.0 / ctx.scale, ctx.saved_tensors))
         return None, *(next(gradients) if made else None for made in ctx.places)
 
 
-def _times(
-    dloss: torch.Tensor, factor: torch.Tensor | float, gradients: Sequence[torch.Tensor]
-) -> Sequence[torch.Tensor]:
+def _times(dloss: Tensor, factor: Tensor | float, gradients: Sequence[Tensor]) -> Sequence[Tensor]:
     """The gradients times a number; in their own memory where no second backward through the graph may follow."""
-    if torch.compiler.is_compiling() or type(dloss) is not torch.Tensor or not dloss.is_cpu:
+    if torch.compiler.is_compiling() or type(dloss) is not Tensor or not dloss.is_cpu:
         by = dloss.float() * factor
         return [g * by for g in gradients]
     number = float(dloss) * float(factor)
@@ -205,9 +202,9 @@ _CALL = _LinearCrossEntropy(
 
 
 def _cost(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    target: torch.Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
     *,
     bias: Any = None,
     reduction: str = "mean",
@@ -219,17 +216,15 @@ def _cost(
     return _entry(hidden, weight, target, bias=bias, loss=loss)
 
 
-def _entry(hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, **rest: Any) -> Cost:
+def _entry(hidden: Tensor, weight: Tensor, target: Tensor, **rest: Any) -> Cost:
     """An entry of the dispatcher: the logits, and a product of their size for each gradient that is asked for."""
     wanted = sum(rest.get(name) is not None for name in ("dhidden", "dweight"))
     flops = target.numel() * (2.0 * (1 + wanted) * weight.numel() + 9.0 * weight.shape[0])
-    return Cost(
-        flops, nbytes(hidden, weight, target, *(t for t in rest.values() if isinstance(t, torch.Tensor)))
-    )
+    return Cost(flops, nbytes(hidden, weight, target, *(t for t in rest.values() if isinstance(t, Tensor))))
 
 
 def _samples(make: Make) -> Iterator[Sample]:
-    def sized(rows: int, k: int, n: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def sized(rows: int, k: int, n: int) -> tuple[Tensor, Tensor, Tensor]:
         return make(rows, k), make(n, k, scale=2.0 * k**-0.5), make.ids(rows, high=n)
 
     for rows, k, n in ((1, 1, 1), (3, 7, 5), (17, 33, 130), (9, 64, 1029), (33, 48, 515)):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from opsmith.call.layouts import as_rows
 
@@ -19,12 +20,12 @@ class Ranks(NamedTuple):
     classes: int  # of all ranks
     group: Any  # a process group
 
-    def begin(self, state: torch.Tensor) -> None:
+    def begin(self, state: Tensor) -> None:
         """A row of which nothing has been read: the part of another rank may be its first."""
         state.zero_()
         state[_PIVOT] = torch.finfo(state.dtype).min
 
-    def join(self, state: torch.Tensor, smoothed: bool) -> None:
+    def join(self, state: Tensor, smoothed: bool) -> None:
         """What each rank knows of the rows becomes what all know: 12 bytes a row, 16 with label smoothing."""
         import torch.distributed as dist  # which one process does not need
 
@@ -42,12 +43,7 @@ class Ranks(NamedTuple):
             state[_VALUES] = sums[2]
 
     def forward(
-        self,
-        logits: torch.Tensor,
-        target: torch.Tensor,
-        *options: Any,
-        loss: torch.Tensor,
-        stats: torch.Tensor | None = None,
+        self, logits: Tensor, target: Tensor, *options: Any, loss: Tensor, stats: Tensor | None = None
     ) -> None:
         """`cross_entropy` of this rank's logits."""
         ignore_index, label_smoothing, *_ = options
@@ -63,6 +59,6 @@ class Ranks(NamedTuple):
             state, target, *options, self.classes, loss=loss, stats=stats
         )
 
-    def backward(self, *given: Any, **made: torch.Tensor) -> None:
+    def backward(self, *given: Any, **made: Tensor) -> None:
         """The gradient of these logits."""
         torch.ops.opsmith.cross_entropy_backward.default(*given[:-2], self.first, self.classes, **made)

@@ -6,20 +6,19 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from opsmith.operator import Cost, Make, Sample
 
 
-def cost(logits: torch.Tensor, target: torch.Tensor, *, reduction: str = "mean", **options: Any) -> Cost:
+def cost(logits: Tensor, target: Tensor, *, reduction: str = "mean", **options: Any) -> Cost:
     dtype = options.get("dtype") or logits.dtype
     results = (target.numel() if reduction == "none" else 1) * (torch.finfo(dtype).bits // 8)
     # Ignored rows need not be read, but how many there are is not known here: they are counted.
     return Cost(9.0 * logits.numel(), logits.numel() * logits.element_size() + target.nbytes + results)
 
 
-def _targets(
-    make: Make, *shape: int, high: int, ignored: float = 0.0, ignore_index: int = -100
-) -> torch.Tensor:
+def _targets(make: Make, *shape: int, high: int, ignored: float = 0.0, ignore_index: int = -100) -> Tensor:
     target = make.ids(*shape, high=high)
     return target.masked_fill(make.mask(*shape, keep=ignored), ignore_index)
 
@@ -53,7 +52,7 @@ def samples(make: Make) -> Iterator[Sample]:
     yield Sample("empty", (make(0, 16), make.ids(0, high=16)), {"reduction": "sum"})
 
 
-def _confident(make: Make) -> tuple[torch.Tensor, torch.Tensor]:
+def _confident(make: Make) -> tuple[Tensor, Tensor]:
     """Rows whose target stands far above the rest: a loss near zero."""
     x, target = make(5, 90), make.ids(5, high=90)
     return x.scatter_add(1, target[:, None], torch.full((5, 1), 12.0).to(x)), target

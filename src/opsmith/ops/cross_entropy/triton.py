@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from opsmith.kernels.triton.common import block_of, in_registers, launch, steps, warps_of
 from opsmith.ops.pages import has_values
@@ -132,7 +133,7 @@ def _backward(
         tl.store(d + at, (v * g).to(d.dtype.element_ty), mask=mask)
 
 
-def _refuse_bad(target: torch.Tensor, classes: int, ignore_index: int) -> None:
+def _refuse_bad(target: Tensor, classes: int, ignore_index: int) -> None:
     """A kernel cannot raise, so the host looks first; where it may not wait, the loss of a bad target is NaN."""
     if not has_values(target):
         return
@@ -150,19 +151,19 @@ def cross_entropy(logits, target, ignore_index, label_smoothing, z_loss, reducti
     cross_entropy_finish(state, target, *how, loss=loss, stats=stats)
 
 
-def _kept(stats: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+def _kept(stats: Tensor | None) -> tuple[Tensor | None, ...]:
     return (None, None) if stats is None else (stats[0], stats[1])
 
 
 def cross_entropy_part(
-    logits: torch.Tensor,
-    target: torch.Tensor,
+    logits: Tensor,
+    target: Tensor,
     ignore_index: int,
     label_smoothing: float,
     first: int,
     classes: int,
     *,
-    state: torch.Tensor,
+    state: Tensor,
 ) -> None:
     rows, n = logits.shape
     if first == 0:
@@ -178,16 +179,16 @@ def cross_entropy_part(
 
 
 def cross_entropy_finish(
-    state: torch.Tensor,
-    target: torch.Tensor,
+    state: Tensor,
+    target: Tensor,
     ignore_index: int,
     label_smoothing: float,
     z_loss: float,
     reduction: int,
     classes: int,
     *,
-    loss: torch.Tensor,
-    stats: torch.Tensor | None = None,
+    loss: Tensor,
+    stats: Tensor | None = None,
 ) -> None:
     rows, block = target.shape[0], 256
     losses = torch.empty(rows, dtype=torch.float64, device=state.device)
@@ -207,10 +208,10 @@ def cross_entropy_finish(
 
 
 def cross_entropy_backward(
-    dloss: torch.Tensor,
-    logits: torch.Tensor,
-    target: torch.Tensor,
-    stats: torch.Tensor,
+    dloss: Tensor,
+    logits: Tensor,
+    target: Tensor,
+    stats: Tensor,
     ignore_index: int,
     label_smoothing: float,
     z_loss: float,
@@ -218,7 +219,7 @@ def cross_entropy_backward(
     first: int = 0,
     classes: int = -1,
     *,
-    dlogits: torch.Tensor,
+    dlogits: Tensor,
 ) -> None:
     rows, n = logits.shape
     classes = n if classes < 0 else classes

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from opsmith.call import dispatch
 from opsmith.call.arguments import check_float, short
@@ -44,13 +45,13 @@ class IdError(IndexError, ValueError):
 
 
 def embedding(
-    ids: torch.Tensor,
-    table: torch.Tensor,
+    ids: Tensor,
+    table: Tensor,
     *,
     padding_idx: int | None = None,
     sparse_grad: bool = False,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
+    out: Tensor | None = None,
+) -> Tensor:
     """Gather the rows of a table: `y[..., :] = table[ids[...], :]`.
 
     >>> embedding(torch.tensor([[3, 1, 3]]), torch.randn(10, 64)).shape
@@ -99,9 +100,7 @@ def embedding(
     return _CALL.traced(ids, table, padding_idx, sparse_grad, out)  # type: ignore[no-any-return]
 
 
-def definition(
-    ids: torch.Tensor, table: torch.Tensor, padding_idx: int | None, sparse_grad: bool
-) -> torch.Tensor:
+def definition(ids: Tensor, table: Tensor, padding_idx: int | None, sparse_grad: bool) -> Tensor:
     """The definition, in plain PyTorch."""
     try:
         return F.embedding(ids, table, padding_idx, sparse=sparse_grad)
@@ -113,11 +112,11 @@ def definition(
 
 def check_ids(op: str, ids: Any, table: Any, name: str = "ids") -> None:
     """Refuse what are no ids, and what is no table of rows on their device."""
-    if not isinstance(ids, torch.Tensor):
+    if not isinstance(ids, Tensor):
         raise TypeError(f"{op}: {name} must be a tensor, got {type(ids).__name__}")
     if ids.dtype is not torch.int64 and ids.dtype is not torch.int32:
         raise TypeError(f"{op}: {name} must be int64 or int32, got {short(ids.dtype)}; cast them first")
-    if not isinstance(table, torch.Tensor):
+    if not isinstance(table, Tensor):
         raise TypeError(f"{op}: table must be a tensor, got {type(table).__name__}")
     if table.dim() != 2:
         raise ValueError(f"{op}: table must have shape [V, N], got {tuple(table.shape)}")
@@ -125,7 +124,7 @@ def check_ids(op: str, ids: Any, table: Any, name: str = "ids") -> None:
         raise ValueError(f"{op}: {name} are on {ids.device}, table on {table.device}; move one of them")
 
 
-def raise_bad_id(op: str, ids: torch.Tensor, rows: int, name: str = "ids") -> None:
+def raise_bad_id(op: str, ids: Tensor, rows: int, name: str = "ids") -> None:
     """Raise the error that names the first id outside the table and where it stands, if there is one."""
     bad = ((ids < 0) | (ids >= rows)).nonzero()
     if len(bad):
@@ -139,14 +138,14 @@ def raise_bad_id(op: str, ids: torch.Tensor, rows: int, name: str = "ids") -> No
 class Gather(Call):
     """Rows of a table by id; the ids are as they lie, and of the rows only each has to be contiguous."""
 
-    def taken(self, of: Any, t: torch.Tensor | None) -> torch.Tensor | None:
+    def taken(self, of: Any, t: Tensor | None) -> Tensor | None:
         if t is None or of.name in ("table", "scale"):
             return t
         if of.name in ("ids", "next_ids"):
             return t if t.is_contiguous() else t.reshape(-1)
         return t if t.is_contiguous() else as_rows(t)
 
-    def taken_result(self, of: Any, t: torch.Tensor) -> torch.Tensor:
+    def taken_result(self, of: Any, t: Tensor) -> Tensor:
         return t if t.is_contiguous() else out_rows(t)
 
     def supported(self, values: Sequence[Any], *more: str) -> Supports:
@@ -175,8 +174,8 @@ class _Embedding(Gather):
             raise ValueError(f"embedding: padding_idx must be in [{-rows}, {rows}), got {padding_idx}")
 
     def gradients(
-        self, backend: str, known: dict[str, Any], slopes: Sequence[torch.Tensor], wanted: set[str]
-    ) -> dict[str, torch.Tensor]:
+        self, backend: str, known: dict[str, Any], slopes: Sequence[Tensor], wanted: set[str]
+    ) -> dict[str, Tensor]:
         rows, padding = known["table"].shape[0], known["padding_idx"]
         known["padding_idx"] = padding = -1 if padding is None else padding % rows
         if known["sparse_grad"]:
@@ -184,7 +183,7 @@ class _Embedding(Gather):
             return {"table": sparse}
         return super().gradients(backend, known, slopes, wanted)
 
-    def made_gradient(self, name: str, like: torch.Tensor, known: dict[str, Any]) -> torch.Tensor:
+    def made_gradient(self, name: str, like: Tensor, known: dict[str, Any]) -> Tensor:
         """Zeros of the system where there are many.
 
         Most rows of a large table get no gradient. Memory that the system hands out is zero, and costs nothing where it
@@ -199,7 +198,7 @@ class _Embedding(Gather):
 _CALL = _Embedding(SIGNATURE, embedding, definition)
 
 
-def _cost(ids: torch.Tensor, table: torch.Tensor, **options: Any) -> Cost:
+def _cost(ids: Tensor, table: Tensor, **options: Any) -> Cost:
     gathered = ids.numel() * table.shape[1] * table.element_size()
     return Cost(0.0, 2 * gathered + ids.numel() * ids.element_size())
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from opsmith import measure
 from opsmith.call.arguments import check_count, short
@@ -58,8 +58,8 @@ class QuantizedEmbedding(nn.Module):
         TypeError, ValueError: for other bits, or numbers that make no sense.
     """
 
-    table: torch.Tensor
-    scale: torch.Tensor
+    table: Tensor
+    scale: Tensor
     error: RoundingError | None  # set by `from_float`; None for a module whose state was loaded
 
     def __init__(
@@ -92,7 +92,7 @@ class QuantizedEmbedding(nn.Module):
     @classmethod
     def from_float(
         cls,
-        table: torch.Tensor | nn.Embedding,
+        table: Tensor | nn.Embedding,
         *,
         bits: int = 8,
         cache_rows: int = 0,
@@ -120,7 +120,7 @@ class QuantizedEmbedding(nn.Module):
             if table.max_norm is not None:
                 raise ValueError(f"{_NAME}: an nn.Embedding with max_norm changes its table as it reads it")
             table = table.weight
-        if not isinstance(table, torch.Tensor):
+        if not isinstance(table, Tensor):
             raise TypeError(f"{_NAME}: table must be a tensor or an nn.Embedding, got {type(table).__name__}")
         if not table.is_floating_point():
             raise TypeError(f"{_NAME}: table must be floating-point, got {short(table.dtype)}")
@@ -136,7 +136,7 @@ class QuantizedEmbedding(nn.Module):
             device=table.device,
         )
 
-        def keep(here: slice, part: torch.Tensor) -> torch.Tensor:
+        def keep(here: slice, part: Tensor) -> Tensor:
             made.table[here], made.scale[here] = numbers, scale = round_rows(part)
             return numbers * scale[:, None]
 
@@ -144,7 +144,7 @@ class QuantizedEmbedding(nn.Module):
         made.error = round_in_parts(table, rows, keep, f"{_NAME}: every element of the table")
         return made
 
-    def forward(self, ids: torch.Tensor, *, dtype: torch.dtype | None = None) -> torch.Tensor:
+    def forward(self, ids: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
         """The rows of the ids, in `dtype` (the module's by default).
 
         Args:
@@ -165,7 +165,7 @@ class QuantizedEmbedding(nn.Module):
             return quantized_embedding(ids, table, scale, dtype=dtype, prefetch=self._prefetch)
         return cache.gather(ids, table, scale, dtype, self.dtype, self._prefetch)
 
-    def prefetch_rows(self, ids: torch.Tensor) -> None:
+    def prefetch_rows(self, ids: Tensor) -> None:
         """Ask the CPU to fetch rows that are likely to be needed next, such as the likeliest next tokens.
 
         Returns at once, while memory is still on its way. On a GPU, and without native kernels, this does nothing.
@@ -212,12 +212,12 @@ class QuantizedEmbedding(nn.Module):
         """Bytes of the table and its scales, without the cache's (`cache_info().nbytes`)."""
         return self.table.nbytes + self.scale.nbytes
 
-    def dequantize(self) -> torch.Tensor:
+    def dequantize(self) -> Tensor:
         """The whole table [V, N] in `dtype`."""
         return (self.table.float() * self.scale[:, None]).to(self.dtype)
 
     def autotune(
-        self, ids: torch.Tensor, *, cache_rows: tuple[int, ...] = (1024, 8192), budget_s: float = 2.0
+        self, ids: Tensor, *, cache_rows: tuple[int, ...] = (1024, 8192), budget_s: float = 2.0
     ) -> Tuning:
         """Turn prefetching and the cache on where they are measured to pay on this machine, else off.
 
@@ -270,7 +270,7 @@ class QuantizedEmbedding(nn.Module):
             f"cache_rows={self.cache_rows}, prefetch={self.prefetch}"
         )
 
-    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> QuantizedEmbedding:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantizedEmbedding:
         """`.to`, `.half()`, `.cuda()`: a dtype is the result's, never the scales'."""
         scale = self.scale
         super()._apply(fn, recurse)
@@ -286,7 +286,7 @@ class QuantizedEmbedding(nn.Module):
         self.cache_rows = self.cache_rows  # what it holds is of the old table
 
 
-def _in_turn(module: QuantizedEmbedding, calls: list[torch.Tensor]) -> Callable[[], object]:
+def _in_turn(module: QuantizedEmbedding, calls: list[Tensor]) -> Callable[[], object]:
     """A function that gathers the next of the calls each time."""
     turns = itertools.cycle(calls)
     return lambda: module(next(turns))

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from opsmith.call.arguments import check_device, short
 from opsmith.call.dispatch import compiling
@@ -35,15 +36,15 @@ SIGNATURE = Signature(
 
 
 def quantized_embedding(
-    ids: torch.Tensor,
-    table: torch.Tensor,
-    scale: torch.Tensor,
+    ids: Tensor,
+    table: Tensor,
+    scale: Tensor,
     *,
     dtype: torch.dtype = torch.float32,
     prefetch: int = 0,
-    next_ids: torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
+    next_ids: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
     """Gather the rows of an int8 table, each times its own scale.
 
     `y[..., :] = table[ids[...], :] * scale[ids[...]]`, in float32, rounded once to `dtype`.
@@ -76,16 +77,16 @@ def quantized_embedding(
 
 
 def definition(
-    ids: torch.Tensor,
-    table: torch.Tensor,
-    scale: torch.Tensor,
+    ids: Tensor,
+    table: Tensor,
+    scale: Tensor,
     prefetch: int,
-    next_ids: torch.Tensor | None,
-    slots: torch.Tensor | None,
-    rows: torch.Tensor | None,
+    next_ids: Tensor | None,
+    slots: Tensor | None,
+    rows: Tensor | None,
     dtype: torch.dtype,
-    *counted: torch.Tensor | None,
-) -> torch.Tensor:
+    *counted: Tensor | None,
+) -> Tensor:
     """The definition, in plain PyTorch. In float64 it rounds nothing, whatever dtype is asked for."""
     try:
         y = torch.embedding(table, ids).to(scale.dtype) * torch.embedding(scale.unsqueeze(-1), ids)
@@ -108,7 +109,7 @@ class _Quantized(Gather):
             raise TypeError(
                 f"{_OP}: table must be int8, got {short(table.dtype)}; QuantizedEmbedding.from_float quantizes it"
             )
-        if not isinstance(scale, torch.Tensor):
+        if not isinstance(scale, Tensor):
             raise TypeError(f"{_OP}: scale must be a tensor, got {type(scale).__name__}")
         if scale.dtype not in (torch.float32, torch.float64):
             raise TypeError(
@@ -144,7 +145,7 @@ _CALL = _Quantized(SIGNATURE, quantized_embedding, definition)
 gather_cached = _CALL.traced
 
 
-def prefetch_rows(ids: torch.Tensor, table: torch.Tensor, scale: torch.Tensor) -> None:
+def prefetch_rows(ids: Tensor, table: Tensor, scale: Tensor) -> None:
     """Have the CPU fetch rows, where a kernel of ours can ask it to."""
     check_ids("prefetch_rows", ids, table)
     none = torch.empty(0, dtype=torch.int64, device=ids.device)
@@ -153,14 +154,14 @@ def prefetch_rows(ids: torch.Tensor, table: torch.Tensor, scale: torch.Tensor) -
         _CALL.native("opsmith", values)
 
 
-def _cost(ids: torch.Tensor, table: torch.Tensor, scale: torch.Tensor, **options: Any) -> Cost:
+def _cost(ids: Tensor, table: Tensor, scale: Tensor, **options: Any) -> Cost:
     wide = options.get("dtype", torch.float32).itemsize
     elements = ids.numel() * table.shape[1]
     row_scales = ids.numel() * scale.element_size()
     return Cost(elements, elements * (1 + wide) + row_scales + ids.numel() * ids.element_size())
 
 
-def _table(make: Make, rows: int, n: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _table(make: Make, rows: int, n: int) -> tuple[Tensor, Tensor]:
     """An int8 table as quantization leaves it, and its scales, which are float32 whatever dtype is asked for."""
     table = (make.ids(rows, n, high=255) - 127).to(torch.int8)
     return table, (make(rows).float().abs() + 0.1) / 127

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from opsmith.ops.embedding.quantized import gather_cached
 
@@ -38,9 +39,9 @@ class CacheInfo:
 class _Snapshot:
     """What readers see. It is replaced as a whole and never changed, so any number of threads may read it."""
 
-    slots: torch.Tensor  # [V] int32: where a row stands in `rows`, or -1
-    rows: torch.Tensor  # [C, N]
-    chosen: torch.Tensor  # [C] which rows these are, ascending
+    slots: Tensor  # [V] int32: where a row stands in `rows`, or -1
+    rows: Tensor  # [C, N]
+    chosen: Tensor  # [C] which rows these are, ascending
 
 
 class RowCache:
@@ -56,8 +57,8 @@ class RowCache:
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self._lock = threading.Lock()  # for those who change things; readers never wait
-        self._counts: torch.Tensor | None = None
-        self._stats: torch.Tensor | None = None
+        self._counts: Tensor | None = None
+        self._stats: Tensor | None = None
         self._snapshot: _Snapshot | None = None
         self._seen = 0
         self._due = _FIRST * capacity
@@ -67,13 +68,13 @@ class RowCache:
 
     def gather(
         self,
-        ids: torch.Tensor,
-        table: torch.Tensor,
-        scale: torch.Tensor,
+        ids: Tensor,
+        table: Tensor,
+        scale: Tensor,
         dtype: torch.dtype,
         kept_as: torch.dtype,
         prefetch: int,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """`quantized_embedding`, with rows from the cache where they are in this dtype. Counts; chooses when due."""
         if self._counts is None:
             self._start(table)
@@ -86,7 +87,7 @@ class RowCache:
             self.refresh(table, scale, kept_as)
         return y  # type: ignore[no-any-return]
 
-    def refresh(self, table: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> None:
+    def refresh(self, table: Tensor, scale: Tensor, dtype: torch.dtype) -> None:
         """Choose the rows to keep, unless another thread is at it."""
         if self._counts is None or not self._lock.acquire(blocking=False):
             return
@@ -111,7 +112,7 @@ class RowCache:
             sum(t.nbytes for t in tensors if t is not None),
         )
 
-    def _start(self, table: torch.Tensor) -> None:
+    def _start(self, table: Tensor) -> None:
         with self._lock, torch.inference_mode(False):
             if self._counts is None:
                 self._stats = torch.zeros(2, dtype=torch.int64, device=table.device)
@@ -119,7 +120,7 @@ class RowCache:
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def _choose(self, table: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> None:
+    def _choose(self, table: Tensor, scale: Tensor, dtype: torch.dtype) -> None:
         assert self._counts is not None
         held = self._snapshot
         # Twice the count, and one more for a row that is here already: a tie is no reason to replace it.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from opsmith.kernels.triton.common import as_rows, check, flag, in_registers, launch, report, steps
 from opsmith.ops.pages import has_values
@@ -107,9 +108,7 @@ def _long_runs(
         tl.store(dtable + row * ts + at, total.to(dtable.dtype.element_ty), mask=mask)
 
 
-def _gathered(
-    op: str, ids: torch.Tensor, table: torch.Tensor, y: torch.Tensor, **quantized: torch.Tensor | None
-) -> None:
+def _gathered(op: str, ids: Tensor, table: Tensor, y: Tensor, **quantized: Tensor | None) -> None:
     total, n = table.shape
     scale, slots, rows, counts, stats = (
         quantized.get(name) for name in ("scale", "slots", "rows", "counts", "stats")
@@ -127,7 +126,7 @@ def _gathered(
     check(bad, op, ids, total)
 
 
-def embedding(ids: torch.Tensor, table: torch.Tensor, *, y: torch.Tensor) -> None:
+def embedding(ids: Tensor, table: Tensor, *, y: Tensor) -> None:
     _gathered("embedding", ids, table, y)
 
 
@@ -145,7 +144,7 @@ def quantized_embedding(ids, table, scale, prefetch, next_ids, slots, rows, *, c
 
 
 def embedding_backward(
-    dy: torch.Tensor, ids: torch.Tensor, padding_idx: int = -1, zeroed: bool = False, *, dtable: torch.Tensor
+    dy: Tensor, ids: Tensor, padding_idx: int = -1, zeroed: bool = False, *, dtable: Tensor
 ) -> None:
     rows, n = dtable.shape
     if not zeroed:

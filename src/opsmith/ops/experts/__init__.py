@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from opsmith.call.arguments import check_device, check_fit, check_number
 from opsmith.call.dispatch import compiling, native, needs_grad
@@ -72,16 +73,16 @@ PACKED = Signature(
 
 
 def experts(
-    x: torch.Tensor,
-    gate_up: torch.Tensor | Sequence[PackedLinear],
-    down: torch.Tensor | Sequence[PackedLinear],
-    ids: torch.Tensor,
-    weights: torch.Tensor,
+    x: Tensor,
+    gate_up: Tensor | Sequence[PackedLinear],
+    down: Tensor | Sequence[PackedLinear],
+    ids: Tensor,
+    weights: Tensor,
     *,
     activation: str = "silu",
-    bias: tuple[torch.Tensor, torch.Tensor] | None = None,
+    bias: tuple[Tensor, Tensor] | None = None,
     limit: float | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """Sum the gated feed-forward layers that each token was sent to, reading the weights of no others.
 
     `y[t] = sum_j weights[t, j] * down[e] @ (act(gate) * up)` with `e = ids[t, j]`, the gate the first I rows of
@@ -113,7 +114,7 @@ def experts(
     code = ACTIVATIONS.get(activation, repr(activation)) if isinstance(activation, str) else repr(activation)
     most = math.inf if limit is None else limit
     first, last = _biases(bias)
-    if not isinstance(gate_up, torch.Tensor) or not isinstance(down, torch.Tensor):
+    if not isinstance(gate_up, Tensor) or not isinstance(down, Tensor):
         packed = _together(x, gate_up, down)
         given = (*packed[0].packed, *packed[1].packed, ids, weights, first, last, packed[1].in_features)
         forms = [n for one in packed for n in (one.bits, one.group_size, int(FORMATS[one.format].scales))]
@@ -132,7 +133,7 @@ def _biases(bias: Any) -> tuple[Any, Any]:
     return bias[0], bias[1]
 
 
-def definition(x: torch.Tensor, *given: Any) -> torch.Tensor:
+def definition(x: Tensor, *given: Any) -> Tensor:
     """The definition, in plain PyTorch, of the kernel's arguments."""
     gate_up, down, ids, weights, gate_up_bias, down_bias, activation, limit = given
     # Taken apart at once, so that backward puts the gradients together at once.
@@ -140,16 +141,14 @@ def definition(x: torch.Tensor, *given: Any) -> torch.Tensor:
         [None] * len(down) if t is None else t.unbind() for t in (gate_up, down, gate_up_bias, down_bias)
     ]
 
-    def expert(e: int, rows: torch.Tensor) -> torch.Tensor:
+    def expert(e: int, rows: Tensor) -> Tensor:
         first, last, first_bias, last_bias = (part[e] for part in parts)
         return F.linear(middle(F.linear(rows, first, first_bias), activation, limit), last, last_bias)
 
     return _summed(x, ids, weights, len(down), expert)
 
 
-def _summed(
-    x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, count: int, expert: Any
-) -> torch.Tensor:
+def _summed(x: Tensor, ids: Tensor, weights: Tensor, count: int, expert: Any) -> Tensor:
     """What experts give, by weight: each its own tokens; or, where no values are known of them, each all."""
     y = torch.zeros_like(x, memory_format=torch.contiguous_format)
     if ids.numel() and has_values(ids, x) and not torch._C._are_functorch_transforms_active():
@@ -163,7 +162,7 @@ def _summed(
     return y.to(x.dtype)
 
 
-def check_ids(ids: torch.Tensor, count: int) -> None:
+def check_ids(ids: Tensor, count: int) -> None:
     """Refuse ids of experts that are not there."""
     bad = ((ids < 0) | (ids >= count)).nonzero()
     if len(bad):
@@ -211,7 +210,7 @@ class _Experts(Call):
     def explain(self, values: Sequence[Any]) -> None:
         check_ids(values[3], len(values[2]))
 
-    def taken(self, of: Any, t: torch.Tensor | None) -> torch.Tensor | None:
+    def taken(self, of: Any, t: Tensor | None) -> Tensor | None:
         if t is None:
             return None
         if of.name in ("gate_up", "down"):
@@ -222,27 +221,27 @@ class _Experts(Call):
 def _together(x: Any, *weights: Any) -> list[PackedExperts]:
     """Packed weights in one piece each, of sizes that belong together."""
     for name, one in zip(("gate_up", "down"), weights, strict=True):
-        if isinstance(one, torch.Tensor) or not isinstance(one, Sequence | torch.nn.Module):
+        if isinstance(one, Tensor) or not isinstance(one, Sequence | torch.nn.Module):
             raise TypeError(f"{_OP}: {name} must be packed as the other weight is, got {type(one).__name__}")
     found = [one if isinstance(one, PackedExperts) else PackedExperts.of(one, len(one)) for one in weights]
     first, last = found
     got = len(first), first.in_features, first.out_features
     if got != (wanted := (len(last), last.out_features, 2 * last.in_features)):
         raise ValueError(f"{_OP}: gate_up must be {wanted}, E, D and 2I, as down is, got {got}")
-    if isinstance(x, torch.Tensor) and x.shape[-1:] != (first.in_features,):
+    if isinstance(x, Tensor) and x.shape[-1:] != (first.in_features,):
         raise ValueError(f"{_OP}: x must have shape [T, {first.in_features}], got {tuple(x.shape)}")
     return found
 
 
-def packed_definition(x: torch.Tensor, *given: Any) -> torch.Tensor:
+def packed_definition(x: Tensor, *given: Any) -> Tensor:
     """The same of packed weights, in plain PyTorch."""
     ids, weights, *biases, _, b1, g1, s1, b2, g2, s2, activation, limit = given[8:]
 
-    def product(rows: torch.Tensor, e: int, parts: Any, bias: Any, *form: int) -> torch.Tensor:
+    def product(rows: Tensor, e: int, parts: Any, bias: Any, *form: int) -> Tensor:
         scale, zero, outer, bias = (None if t is None else t[e] for t in (*parts[1:], bias))
         return multiply(rows, parts[0][e], scale, zero, bias, outer, *form)
 
-    def expert(e: int, rows: torch.Tensor) -> torch.Tensor:
+    def expert(e: int, rows: Tensor) -> Tensor:
         between = middle(product(rows, e, given[:4], biases[0], b1, g1, s1), activation, limit)
         return product(between, e, given[4:8], biases[1], b2, g2, s2)
 
@@ -272,7 +271,7 @@ class _Packed(_Experts):
     def explain(self, values: Sequence[Any]) -> None:
         check_ids(values[9], len(values[5]))
 
-    def taken(self, of: Any, t: torch.Tensor | None) -> torch.Tensor | None:
+    def taken(self, of: Any, t: Tensor | None) -> Tensor | None:
         return t if of.sizes[:1] == ("...",) else super().taken(of, t)
 
 
@@ -289,14 +288,7 @@ _CALL = _Experts(
 )
 
 
-def _cost(
-    x: torch.Tensor,
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
-    ids: torch.Tensor,
-    weights: torch.Tensor,
-    **_: Any,
-) -> Cost:
+def _cost(x: Tensor, gate_up: Tensor, down: Tensor, ids: Tensor, weights: Tensor, **_: Any) -> Cost:
     """Of as many experts as there are ids, or all."""
     visited = min(ids.numel(), len(down))
     each = (gate_up[:1].numel() + down[:1].numel()) * x.element_size()
@@ -312,7 +304,7 @@ def _entry(*given: Any, **rest: Any) -> Cost:
 
 
 def _samples(make: Make) -> Iterator[Sample]:
-    def sized(t: int, k: int, e: int, d: int, i: int) -> tuple[torch.Tensor, ...]:
+    def sized(t: int, k: int, e: int, d: int, i: int) -> tuple[Tensor, ...]:
         return (
             make(t, d),
             make(e, 2 * i, d, scale=d**-0.5),
@@ -339,7 +331,7 @@ def _samples(make: Make) -> Iterator[Sample]:
     one = sized(13, 2, 4, 48, 20)
     yield Sample("an expert twice", (*one[:3], one[3][:, :1].expand(-1, 2), one[4]))
 
-    def turned(*weights: torch.Tensor) -> list[torch.Tensor]:
+    def turned(*weights: Tensor) -> list[Tensor]:
         return [t.transpose(1, 2).contiguous().transpose(1, 2) for t in weights]
 
     options = {"activation": "swiglu_oss"}
@@ -362,7 +354,7 @@ def _workloads(make: Make) -> Iterator[Sample]:
 _PACKED = _Packed(PACKED, experts, packed_definition)
 
 
-def _promised(x: Any, gate_up: Any, down: Any, ids: Any, weights: torch.Tensor, **more: Any) -> bool:
+def _promised(x: Any, gate_up: Any, down: Any, ids: Any, weights: Tensor, **more: Any) -> bool:
     """Not infinite weights of tokens, multiplied before sums or after; nor the NaN of tokens sent to nobody."""
     return bool(weights.isfinite().all()) and (ids.numel() > 0 or bool(x.isfinite().all()))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from opsmith.call.dispatch import native
 from opsmith.call.layouts import dense, dense_rows
@@ -11,23 +12,23 @@ from opsmith.ops.linear.onednn import EMULATED_DTYPES, ONEDNN_DTYPES
 
 
 def experts_backward(
-    dy: torch.Tensor,
-    x: torch.Tensor,
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
-    ids: torch.Tensor,
-    weights: torch.Tensor,
-    gate_up_bias: torch.Tensor | None,
-    down_bias: torch.Tensor | None,
+    dy: Tensor,
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    gate_up_bias: Tensor | None,
+    down_bias: Tensor | None,
     activation: int,
     limit: float,
     *,
-    dx: torch.Tensor | None = None,
-    dgate_up: torch.Tensor | None = None,
-    ddown: torch.Tensor | None = None,
-    dweights: torch.Tensor | None = None,
-    dgate_up_bias: torch.Tensor | None = None,
-    ddown_bias: torch.Tensor | None = None,
+    dx: Tensor | None = None,
+    dgate_up: Tensor | None = None,
+    ddown: Tensor | None = None,
+    dweights: Tensor | None = None,
+    dgate_up_bias: Tensor | None = None,
+    ddown_bias: Tensor | None = None,
 ) -> None:
     """What stands between the products is computed again; an expert that no token was sent to costs its zeros."""
     each = ids.shape[1]
@@ -72,9 +73,7 @@ def experts_backward(
         dweights.copy_(slopes.view(dweights.shape))
 
 
-def _product(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, y: torch.Tensor | None = None
-) -> torch.Tensor:
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None = None, y: Tensor | None = None) -> Tensor:
     """x [m, k] times a weight [n, k], into y: by our kernel but where PyTorch's has a unit, or a sum has one term."""
     y = x.new_empty(len(x), len(weight)) if y is None else y
     theirs = x.dtype in ONEDNN_DTYPES - EMULATED_DTYPES - {torch.float32} or x.shape[1] == 1

@@ -6,13 +6,14 @@ import math
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 SILU, GELU, GELU_TANH, SWIGLU_OSS = range(4)
 ACTIVATIONS = {"silu": SILU, "gelu": GELU, "gelu_tanh": GELU_TANH, "swiglu_oss": SWIGLU_OSS}
 OSS_ALPHA = 1.702
 
 
-def halves(between: torch.Tensor, activation: int) -> tuple[torch.Tensor, torch.Tensor]:
+def halves(between: Tensor, activation: int) -> tuple[Tensor, Tensor]:
     """Gate and up [..., I] of [..., 2I]."""
     if activation == SWIGLU_OSS:
         return between[..., ::2], between[..., 1::2]
@@ -20,7 +21,7 @@ def halves(between: torch.Tensor, activation: int) -> tuple[torch.Tensor, torch.
     return gate, up
 
 
-def middle(between: torch.Tensor, activation: int, limit: float) -> torch.Tensor:
+def middle(between: Tensor, activation: int, limit: float) -> Tensor:
     """[..., I] of gate and up [..., 2I]."""
     gate, up = halves(between, activation)
     if limit < math.inf:
@@ -33,13 +34,8 @@ def middle(between: torch.Tensor, activation: int, limit: float) -> torch.Tensor
 
 
 def middle_backward(
-    between: torch.Tensor,
-    through: torch.Tensor,
-    share: torch.Tensor,
-    activation: int,
-    limit: float,
-    wanted: bool,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+    between: Tensor, through: Tensor, share: Tensor, activation: int, limit: float, wanted: bool
+) -> tuple[Tensor, Tensor | None]:
     """The result once more, and where it is wanted the gradient [m, 2I] of gate and up, in float32.
 
     `through` is the gradient of the result [m, I], still to be multiplied by `share` [m, 1].

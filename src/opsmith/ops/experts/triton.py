@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from opsmith.kernels.triton.common import block_of, check, dot, exp_for, flag, inner, launch, report, rounded
 from opsmith.ops.gelu.triton import curve
@@ -163,17 +164,17 @@ def _out_tile(
 
 
 def experts(
-    x: torch.Tensor,
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
-    ids: torch.Tensor,
-    weights: torch.Tensor,
-    gate_up_bias: torch.Tensor | None,
-    down_bias: torch.Tensor | None,
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    gate_up_bias: Tensor | None,
+    down_bias: Tensor | None,
     activation: int,
     limit: float,
     *,
-    y: torch.Tensor,
+    y: Tensor,
 ) -> None:
     (tokens, each), (count, d, hidden) = ids.shape, down.shape
     biases = [0 if b is None else b.stride(0) for b in (gate_up_bias, down_bias)]

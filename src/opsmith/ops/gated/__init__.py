@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from opsmith.call.dispatch import compiling
 from opsmith.call.layouts import nbytes
@@ -16,7 +17,7 @@ from opsmith.call.signature import Gradient, Input, Made, Number, Output, Saved,
 from opsmith.operator import Cost, Kind, Make, Pattern, Sample
 
 SILU, GELU, GELU_TANH = 0, 1, 2
-_CURVES: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (
+_CURVES: tuple[Callable[[Tensor], Tensor], ...] = (
     torch._C._nn.silu,  # what F.silu calls, without its wrapper
     F.gelu,
     partial(F.gelu, approximate="tanh"),
@@ -38,9 +39,7 @@ SIGNATURE = Signature(
 )
 
 
-def silu_mul(
-    gate: torch.Tensor, up: torch.Tensor | None = None, *, out: torch.Tensor | None = None
-) -> torch.Tensor:
+def silu_mul(gate: Tensor, up: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
     """The gated SiLU (SwiGLU's middle) in one pass over memory.
 
     `y = gate * sigmoid(gate) * up`, rounded once.
@@ -65,8 +64,8 @@ def silu_mul(
 
 
 def gelu_mul(
-    gate: torch.Tensor, up: torch.Tensor | None = None, *, tanh: bool = False, out: torch.Tensor | None = None
-) -> torch.Tensor:
+    gate: Tensor, up: Tensor | None = None, *, tanh: bool = False, out: Tensor | None = None
+) -> Tensor:
     """The gated GELU (GEGLU's middle) in one pass over memory.
 
     `y = gelu(gate) * up`, rounded once; `gelu` as in `opsmith.ops.gelu`.
@@ -90,7 +89,7 @@ def gelu_mul(
     return (_GELU.compiled if compiling() else _GELU.fast.call)(gate, up, curve, out)  # type: ignore[no-any-return]
 
 
-def definition(gate: torch.Tensor, up: torch.Tensor | None, curve: int) -> torch.Tensor:
+def definition(gate: Tensor, up: Tensor | None, curve: int) -> Tensor:
     """The definition of both, in plain PyTorch."""
     if up is None:
         gate, up = gate.chunk(2, -1)
@@ -126,7 +125,7 @@ _GELU = _Gated(
 _FLOPS = 20.0
 
 
-def _cost(gate: torch.Tensor, up: torch.Tensor | None = None, **options: Any) -> Cost:
+def _cost(gate: Tensor, up: Tensor | None = None, **options: Any) -> Cost:
     n = gate.numel() if up is not None else gate.numel() // 2
     return Cost(_FLOPS * n, nbytes(gate, up) + n * gate.element_size())
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from opsmith.kernels.triton.common import as_rows, launch, steps
 from opsmith.ops.gelu.triton import BLOCK, curve, curve_and_slope, place, programs, spread_out
@@ -29,7 +29,7 @@ def _backward(dy, gate, up, dgate, dup, n, ds, gs, us, dgs, dus, CURVE: tl.const
     tl.store(dup + row * dus + at, (d * value).to(dup.dtype.element_ty), mask=mask)
 
 
-def _pair(gate: torch.Tensor, up: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+def _pair(gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
     """Both tensors; of a packed one, the halves of its rows."""
     if up is not None:
         return gate, up
@@ -37,20 +37,14 @@ def _pair(gate: torch.Tensor, up: torch.Tensor | None) -> tuple[torch.Tensor, to
     return first, second
 
 
-def gated(gate: torch.Tensor, up: torch.Tensor | None, activation: int, *, y: torch.Tensor) -> None:
+def gated(gate: Tensor, up: Tensor | None, activation: int, *, y: Tensor) -> None:
     g, u, out = spread_out(*_pair(gate, up), y)
     given = (g, u, out, out.shape[1], *steps(g, u, out))
     launch(_forward, programs(out), *given, CURVE=activation, BLOCK=BLOCK)
 
 
 def gated_backward(
-    dy: torch.Tensor,
-    gate: torch.Tensor,
-    up: torch.Tensor | None,
-    activation: int,
-    *,
-    dgate: torch.Tensor,
-    dup: torch.Tensor | None = None,
+    dy: Tensor, gate: Tensor, up: Tensor | None, activation: int, *, dgate: Tensor, dup: Tensor | None = None
 ) -> None:
     d, g, u, dg, du = spread_out(dy, *_pair(gate, up), *_pair(dgate, dup))
     given = (d, g, u, dg, du, d.shape[1], *steps(d, g, u, dg, du))

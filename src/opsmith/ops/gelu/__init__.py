@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from opsmith.call.dispatch import compiling
 from opsmith.call.layouts import nbytes
@@ -26,7 +26,7 @@ SIGNATURE = Signature(
 )
 
 
-def gelu(x: torch.Tensor, *, tanh: bool = False, out: torch.Tensor | None = None) -> torch.Tensor:
+def gelu(x: Tensor, *, tanh: bool = False, out: Tensor | None = None) -> Tensor:
     """The Gaussian error linear unit: `x` weighted by the normal distribution's share below it.
 
     `y = x * (1 + erf(x / sqrt(2))) / 2`, or with `tanh`
@@ -48,9 +48,7 @@ def gelu(x: torch.Tensor, *, tanh: bool = False, out: torch.Tensor | None = None
     return (_GELU.compiled if compiling() else _GELU.fast.call)(x, None, tanh, out)  # type: ignore[no-any-return]
 
 
-def bias_gelu(
-    x: torch.Tensor, bias: torch.Tensor, *, tanh: bool = False, out: torch.Tensor | None = None
-) -> torch.Tensor:
+def bias_gelu(x: Tensor, bias: Tensor, *, tanh: bool = False, out: Tensor | None = None) -> Tensor:
     """GELU of `x + bias`, the sum never written to memory: `y = gelu(x + bias)`.
 
     >>> bias_gelu(torch.randn(2, 128, 1536), torch.zeros(1536)).shape
@@ -71,7 +69,7 @@ def bias_gelu(
     return (_BIAS_GELU.fast.call if here else _BIAS_GELU.compiled)(x, bias, tanh, out)  # type: ignore[no-any-return]
 
 
-def definition(x: torch.Tensor, bias: torch.Tensor | None, tanh: bool) -> torch.Tensor:
+def definition(x: Tensor, bias: Tensor | None, tanh: bool) -> Tensor:
     """The definition of both, in plain PyTorch."""
     return F.gelu(x if bias is None else x + bias, approximate="tanh" if tanh else "none")
 
@@ -90,7 +88,7 @@ _BIAS_GELU = _Each(SIGNATURE, bias_gelu, definition)
 _FLOPS = 20.0
 
 
-def _cost(x: torch.Tensor, bias: torch.Tensor | None = None, *, tanh: bool = False) -> Cost:
+def _cost(x: Tensor, bias: Tensor | None = None, *, tanh: bool = False) -> Cost:
     each = _FLOPS + (bias is not None)
     return Cost(each * x.numel(), 2 * x.numel() * x.element_size() + nbytes(bias))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from opsmith.kernels.triton.common import as_rows, exp_for, launch, quotient_for, steps
 
@@ -81,14 +82,14 @@ def place(n, BLOCK: tl.constexpr):
     return program // blocks, at, at < n
 
 
-def spread_out(*tensors: torch.Tensor, may_ignore_rows: bool = True) -> list[torch.Tensor]:
+def spread_out(*tensors: Tensor, may_ignore_rows: bool = True) -> list[Tensor]:
     """The tensors as rows of one size: as one single row where all are contiguous."""
     if may_ignore_rows and all(t.is_contiguous() for t in tensors):
         return [t.view(1, -1) for t in tensors]
     return [as_rows(t) for t in tensors]
 
 
-def programs(rows: torch.Tensor) -> tuple[int, ...]:
+def programs(rows: Tensor) -> tuple[int, ...]:
     """The grid for `place`."""
     return (rows.shape[0] * triton.cdiv(rows.shape[1], BLOCK),)
 
@@ -113,19 +114,13 @@ def _backward(dy, x, bias, dx, n, gs, xs, os, CURVE: tl.constexpr, BLOCK: tl.con
     tl.store(dx + row * os + at, (g * slope).to(dx.dtype.element_ty), mask=mask)
 
 
-def gelu(x: torch.Tensor, bias: torch.Tensor | None, tanh: bool, *, y: torch.Tensor) -> None:
+def gelu(x: Tensor, bias: Tensor | None, tanh: bool, *, y: Tensor) -> None:
     x, y = spread_out(x, y, may_ignore_rows=bias is None)
     launch(_forward, programs(x), x, bias, y, x.shape[1], *steps(x, y), CURVE=1 + tanh, BLOCK=BLOCK)
 
 
 def gelu_backward(
-    dy: torch.Tensor,
-    x: torch.Tensor,
-    bias: torch.Tensor | None,
-    tanh: bool,
-    *,
-    dx: torch.Tensor,
-    dbias: torch.Tensor | None = None,
+    dy: Tensor, x: Tensor, bias: Tensor | None, tanh: bool, *, dx: Tensor, dbias: Tensor | None = None
 ) -> None:
     dy, x, dx = spread_out(dy, x, dx, may_ignore_rows=bias is None)
     given = (dy, x, bias, dx, x.shape[1], *steps(dy, x, dx))

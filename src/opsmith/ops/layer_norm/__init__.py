@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from opsmith.call.dispatch import compiling
 from opsmith.call.layouts import nbytes
@@ -14,7 +15,7 @@ from opsmith.call.run import Call, declare
 from opsmith.call.signature import Dtype, Gradient, Input, Kept, Made, Number, Output, Saved, Signature, Slope
 from opsmith.operator import Cost, Kind, Make, Pattern, Sample
 
-Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]  # y, or (y, x + residual)
+Result = Tensor | tuple[Tensor, Tensor]  # y, or (y, x + residual)
 
 SIGNATURE = Signature(
     "layer_norm",
@@ -42,12 +43,12 @@ SIGNATURE = Signature(
 
 
 def layer_norm(
-    x: torch.Tensor,
-    weight: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
     eps: float = 1e-5,
     *,
-    residual: torch.Tensor | None = None,
+    residual: Tensor | None = None,
     out: Result | None = None,
 ) -> Result:
     """Normalize the last dimension to mean 0 and variance 1, then scale and shift; one pass over memory.
@@ -81,11 +82,7 @@ def layer_norm(
 
 
 def definition(
-    x: torch.Tensor,
-    residual: torch.Tensor | None,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    eps: float,
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> Result:
     """The definition, in plain PyTorch."""
     s = x if residual is None else x + residual
@@ -102,9 +99,7 @@ def definition(
 _CALL = Call(SIGNATURE, layer_norm, definition)
 
 
-def _cost(
-    x: torch.Tensor, weight: Any = None, bias: Any = None, eps: float = 0.0, *, residual: Any = None
-) -> Cost:
+def _cost(x: Tensor, weight: Any = None, bias: Any = None, eps: float = 0.0, *, residual: Any = None) -> Cost:
     tensors = 2 if residual is None else 4
     return Cost(8.0 * x.numel(), tensors * x.numel() * x.element_size() + nbytes(weight, bias))
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from opsmith.call import dispatch
 from opsmith.call.arguments import check_device, check_dtype, check_float, check_like, check_out
@@ -21,7 +22,7 @@ from opsmith.operator import Cost, Implementation, Kind, Make, Pattern, Sample, 
 from opsmith.ops.linear.onednn import mkl_leads, onednn, prepack, supports_onednn
 from opsmith.ops.linear.training import ROWS, with_gradients
 
-ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
     "relu": F.relu,
@@ -64,14 +65,14 @@ FEW_ROWS = Signature(
 
 
 def linear(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
     *,
     activation: str | None = None,
-    residual: torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
+    residual: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
     """Multiply by a weight; bias, activation and residual cost no pass over memory of their own.
 
     `y = activation(x @ weight.T + bias) + residual`.
@@ -98,12 +99,8 @@ def linear(
 
 
 def definition(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    residual: torch.Tensor | None,
-    activation: int,
-) -> torch.Tensor:
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, activation: int
+) -> Tensor:
     """The definition, in plain PyTorch."""
     y = F.linear(x, weight, bias)
     name = _NAMES[activation]
@@ -124,7 +121,7 @@ def check_layer(op: str, x: Any, weight: Any, bias: Any, *, name: str = "x", row
     check_weights(op, x, weight, bias, weight.shape[0], name)
 
 
-def check_weights(op: str, x: torch.Tensor, weight: torch.Tensor, bias: Any, n: int, name: str = "x") -> None:
+def check_weights(op: str, x: Tensor, weight: Tensor, bias: Any, n: int, name: str = "x") -> None:
     """The same where the weight's shape is right, for n outputs."""
     check_device(op, weight, x, "weight", name)
     check_dtype(op, weight, x, "weight", name)
@@ -144,8 +141,8 @@ class _Linear(Call):
     def traced(self, *given: Any) -> Any:
         """Where gradients are wanted, the node in C++ is quick for more rows than `fast` takes."""
         x, weight, bias = given[:3]
-        tensors = isinstance(x, torch.Tensor) and isinstance(weight, torch.Tensor) and weight.dim() == 2
-        tensors = tensors and (bias is None or isinstance(bias, torch.Tensor))
+        tensors = isinstance(x, Tensor) and isinstance(weight, Tensor) and weight.dim() == 2
+        tensors = tensors and (bias is None or isinstance(bias, Tensor))
         if not (compiling() or exporting()) and tensors and needs_grad(x, weight, bias):
             most = max(ROWS * weight.numel(), dispatch.limit << _LEARNING.get(x.dtype, 0))
             if x.numel() * weight.shape[0] <= most:
@@ -208,7 +205,7 @@ class _Linear(Call):
             return f"no kernel of ours follows the matmul for activation={_NAMES[code]!r}"
         return native(x, "gelu")
 
-    def recorded(self, backend: str, values: Sequence[Any]) -> torch.Tensor:
+    def recorded(self, backend: str, values: Sequence[Any]) -> Tensor:
         x, weight, bias, residual, code = values
         name = _NAMES[code]
         fused = residual if name is None else None
@@ -223,11 +220,11 @@ class _Linear(Call):
         read = {"x": x, "weight": weight, "bias": bias, "residual": residual}
         check_out(self.op, out, x, shape, onto=_ONTO, **read)
 
-    def native(self, backend: str, values: Sequence[Any], out: Any = None) -> torch.Tensor:
+    def native(self, backend: str, values: Sequence[Any], out: Any = None) -> Tensor:
         # Aside, as each result needs all of a row of x, which `out` may be.
         return self.store(self.product(backend, values), out)  # type: ignore[no-any-return]
 
-    def product(self, backend: str, values: Sequence[Any], out: Any = None) -> torch.Tensor:
+    def product(self, backend: str, values: Sequence[Any], out: Any = None) -> Tensor:
         """The result by one of these.
 
         rows: our kernel for a few rows, which reads the weight once, as it is, at the rate of memory.
@@ -259,7 +256,7 @@ class _Linear(Call):
 class _Unpacked(Call):
     """A weight as it lies, its rows or its columns next to each other."""
 
-    def taken(self, of: Any, t: torch.Tensor | None) -> torch.Tensor | None:
+    def taken(self, of: Any, t: Tensor | None) -> Tensor | None:
         return t if t is not None and of.name == "weight" and 1 in t.stride() else super().taken(of, t)
 
 
@@ -267,7 +264,7 @@ _CALL, _PACKED = _Linear(), Call(PACKED, linear, definition)
 _UNPACKED = _Unpacked(UNPACKED, linear, definition)
 
 
-def pack_weight(weight: torch.Tensor, rows: int = 0) -> torch.Tensor:
+def pack_weight(weight: Tensor, rows: int = 0) -> Tensor:
     """The weight as our kernel reads it, [1, N, K], K rounded up to pairs in bfloat16; the same for all rows."""
     n, k = weight.shape
     weight = weight if weight.stride(1) == 1 else weight.contiguous()
@@ -276,7 +273,7 @@ def pack_weight(weight: torch.Tensor, rows: int = 0) -> torch.Tensor:
     return packed
 
 
-def supports_rows(x: torch.Tensor, weight: torch.Tensor, most: int = ROWS) -> Supports:
+def supports_rows(x: Tensor, weight: Tensor, most: int = ROWS) -> Supports:
     """True where these are few rows, and a weight that our kernel reads as it is; else the reason why not."""
     if x.numel() > most * x.shape[-1]:
         return f"for {most} rows at most, x has {x.numel() // x.shape[-1]}"
@@ -286,12 +283,12 @@ def supports_rows(x: torch.Tensor, weight: torch.Tensor, most: int = ROWS) -> Su
 
 
 def _cost(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
     *,
     activation: str | None = None,
-    residual: torch.Tensor | None = None,
+    residual: Tensor | None = None,
 ) -> Cost:
     n, k = weight.shape
     rows = x.numel() // k if k else 0
@@ -304,13 +301,13 @@ def _cost(
 # call left out.
 
 
-def product_cost(x: torch.Tensor, y: torch.Tensor, **rest: Any) -> Cost:
+def product_cost(x: Tensor, y: Tensor, **rest: Any) -> Cost:
     """Rows times a weight, which may be packed: what the entry takes and writes, once."""
-    tensors = [t for t in rest.values() if isinstance(t, torch.Tensor)]
+    tensors = [t for t in rest.values() if isinstance(t, Tensor)]
     return Cost(2.0 * y.numel() * x.shape[-1], nbytes(x, y, *tensors))
 
 
-def _gradient_cost(dy: torch.Tensor, x: torch.Tensor, **rest: torch.Tensor | None) -> Cost:
+def _gradient_cost(dy: Tensor, x: Tensor, **rest: Tensor | None) -> Cost:
     """A product for each of the two matrices, of which it reads the other, and the sum of the rows."""
     dx, dweight, dbias = (rest.get(name) for name in ("dx", "dweight", "dbias"))
     products = [other for to, other in ((dx, rest.get("weight")), (dweight, x)) if to is not None]

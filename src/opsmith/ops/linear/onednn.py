@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from opsmith.call import dispatch
 from opsmith.call.arguments import short
@@ -44,7 +45,7 @@ def mkl_leads() -> bool:
     return _MKLS and dispatch.limit >= 0
 
 
-def supports_onednn(x: torch.Tensor, weight: torch.Tensor) -> bool | str:
+def supports_onednn(x: Tensor, weight: Tensor) -> bool | str:
     """True for what oneDNN multiplies here; else the reason why it does not."""
     if not x.is_cpu:
         return f"oneDNN runs on the CPU, the input is on {x.device}"
@@ -58,31 +59,25 @@ def supports_onednn(x: torch.Tensor, weight: torch.Tensor) -> bool | str:
 
 
 def onednn(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    residual: torch.Tensor | None,
-    activation: str | None,
-) -> torch.Tensor:
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, activation: str | None
+) -> Tensor:
     """oneDNN's matmul with the epilogue in its registers; the weight plain or packed."""
     bias = dense(bias)  # oneDNN takes it for contiguous, whatever its strides
     if residual is not None and activation is None:
         return torch.ops.mkldnn._linear_pointwise.binary(x, residual, weight, bias, "add")  # type: ignore[no-any-return]
     attribute, algorithm = _POST_OPERATIONS.get(activation, _POST_OPERATIONS[None])
-    y: torch.Tensor = torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, attribute, [], algorithm)
+    y: Tensor = torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, attribute, [], algorithm)
     if activation == "relu":
         y.relu_()  # oneDNN's own turns NaN into 0
     return y if residual is None else y.add_(residual)
 
 
-def prepack(weight: torch.Tensor, rows: int) -> torch.Tensor:
+def prepack(weight: Tensor, rows: int) -> Tensor:
     """The weight in the layout that oneDNN reads fastest for so many rows."""
     return torch.ops.mkldnn._reorder_linear_weight(weight, rows)  # type: ignore[no-any-return]
 
 
-def _fake_binary(
-    x: torch.Tensor, other: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, attribute: str
-) -> torch.Tensor:
+def _fake_binary(x: Tensor, other: Tensor, weight: Tensor, bias: Tensor | None, attribute: str) -> Tensor:
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from opsmith.call.arguments import check_float, check_number
 from opsmith.call.dispatch import compiling, kernels, native, needs_grad
@@ -22,7 +23,7 @@ from opsmith.ops.rope import SIGNATURE_QK, Rotation, definition_qk, rope_qk
 from opsmith.ops.rope.check import check_table, name_bad_position
 from opsmith.ops.rope.table import rope_table
 
-Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+Triple = tuple[Tensor, Tensor, Tensor]
 _LONGEST = 512  # least common multiple of a head's size and a panel of the packed weight, for the C++ kernel
 
 # Of the packed weight, which the heads' sizes divide among the results; see `_LinearRope.made`.
@@ -40,17 +41,17 @@ _ROTATION = Rotation(SIGNATURE_QK, rope_qk, definition_qk, op="linear_rope")
 
 
 def linear_rope(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
     *,
     heads: int,
     kv_heads: int,
     head_dim: int,
     interleaved: bool = False,
-    positions: torch.Tensor | None = None,
+    positions: Tensor | None = None,
     rotary_dim: int | None = None,
     out: Triple | None = None,
 ) -> Triple:
@@ -91,12 +92,12 @@ def linear_rope(
 
 
 def definition(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    positions: torch.Tensor | None,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor | None,
     dims: int,
     interleaved: bool,
     *sizes: int,
@@ -108,16 +109,14 @@ def definition(
     return q.clone(memory_format=plain), k.clone(memory_format=plain), v.clone(memory_format=plain)
 
 
-def _parts(y: torch.Tensor, heads: int, kv_heads: int, head_dim: int) -> Triple:
+def _parts(y: Tensor, heads: int, kv_heads: int, head_dim: int) -> Triple:
     """Views [B, H, L, D] of the projection [B, L, N], or [T, H, D] of [T, N]."""
     y = y.view(*y.shape[:-1], heads + 2 * kv_heads, head_dim)
     q, k, v = y.split_with_sizes((heads, kv_heads, kv_heads), -2)
     return (q, k, v) if y.dim() == 3 else (q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
 
 
-def _shapes(
-    x: torch.Tensor, heads: int, kv_heads: int, head_dim: int
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _shapes(x: Tensor, heads: int, kv_heads: int, head_dim: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     if x.dim() == 2:
         return (x.shape[0], heads, head_dim), (x.shape[0], kv_heads, head_dim)
     batch, tokens = x.shape[:2]
@@ -179,7 +178,7 @@ class _LinearRope(Call):
 
     def run(
         self, backend: str, values: Sequence[Any], out: Any = None, keep: bool = False
-    ) -> tuple[list[torch.Tensor], dict[str, Any]]:
+    ) -> tuple[list[Tensor], dict[str, Any]]:
         if backend == "packed":
             return super().run(backend, values, out)
         x, weight, bias, *rotation = values[:-3]
@@ -193,8 +192,8 @@ class _LinearRope(Call):
         return results, self.named(values)
 
     def gradients(
-        self, backend: str, known: dict[str, Any], slopes: Sequence[torch.Tensor], wanted: set[str]
-    ) -> dict[str, torch.Tensor]:
+        self, backend: str, known: dict[str, Any], slopes: Sequence[Tensor], wanted: set[str]
+    ) -> dict[str, Tensor]:
         x, weight = known["x"], known["weight"]
         dy = x.new_empty((*x.shape[:-1], weight.shape[0]))
         q, k, v = _parts(dy, *(known[name] for name in self.signature.beside))
@@ -209,13 +208,13 @@ class _LinearRope(Call):
             found["bias"] = rows.sum(0)
         return found
 
-    def taken(self, of: Any, t: torch.Tensor | None) -> torch.Tensor | None:
+    def taken(self, of: Any, t: Tensor | None) -> Tensor | None:
         return dense_rows(t) if t is not None and of.name in ("cos", "sin") else super().taken(of, t)
 
-    def taken_result(self, of: Any, t: torch.Tensor) -> torch.Tensor:
+    def taken_result(self, of: Any, t: Tensor) -> Tensor:
         return t
 
-    def writable(self, t: torch.Tensor) -> bool:
+    def writable(self, t: Tensor) -> bool:
         return is_dense(t)
 
     def explain(self, values: Sequence[Any]) -> None:
@@ -237,16 +236,16 @@ def _native(values: tuple[Any, ...], out: Triple | None = None) -> Any:
 
 
 def _cost(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
     *,
     heads: int,
     kv_heads: int,
     head_dim: int,
-    positions: torch.Tensor | None = None,
+    positions: Tensor | None = None,
     rotary_dim: int | None = None,
     **options: Any,
 ) -> Cost:
@@ -260,9 +259,7 @@ def _cost(
     return Cost(2.0 * rows * n * k + 3.0 * turned + (rows * n if bias is not None else 0), moved)
 
 
-def _entry(
-    x: torch.Tensor, weight: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **rest: Any
-) -> Cost:
+def _entry(x: Tensor, weight: Tensor, q: Tensor, k: Tensor, v: Tensor, **rest: Any) -> Cost:
     """The entry of the dispatcher, which takes rows: of shapes alone, all of a head is turned."""
     rows = x if q.dim() == 3 else x.view(q.shape[0], q.shape[2], x.shape[-1])
     sizes: dict[str, Any] = {"heads": q.shape[1], "kv_heads": k.shape[1], "head_dim": q.shape[-1]}
@@ -272,7 +269,7 @@ def _entry(
 def _samples(make: Make) -> Iterator[Sample]:
     def sample(
         name: str,
-        x: torch.Tensor,
+        x: Tensor,
         heads: int,
         kv_heads: int,
         head_dim: int,

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from opsmith.call.dispatch import once, recorded
 from opsmith.call.fast import direct
@@ -21,10 +22,10 @@ _LOOK = 1 << 22  # multiplications of a product, from which on a look for rows o
 
 
 def with_gradients(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None, gelu: int
-) -> torch.Tensor:
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, gelu: int
+) -> Tensor:
     """x @ weight.T + bias + residual, or the GELU of this number of that (without a residual), if it is not 0."""
-    y: torch.Tensor = recorded(_Linear, x, weight, bias, residual, gelu)
+    y: Tensor = recorded(_Linear, x, weight, bias, residual, gelu)
     return y
 
 
@@ -33,13 +34,8 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        residual: torch.Tensor | None,
-        gelu: int,
-    ) -> torch.Tensor:
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, gelu: int
+    ) -> Tensor:
         y = fresh(x, torch.Size((*x.shape[:-1], weight.shape[0])))
         before = fresh(y) if gelu else None
         direct.of(torch.ops.opsmith.linear_unpacked.default)(
@@ -57,7 +53,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     @once("linear")
-    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, before = ctx.saved_tensors
         need_x, need_w, need_b, need_r, _ = ctx.needs_input_grad
         dz, taken, z = as_rows(dy), as_rows(x), None if before is None else as_rows(before)
@@ -95,7 +91,7 @@ class _Linear(torch.autograd.Function):
         return dx, dw if need_w else None, db, dy if need_r else None, None
 
 
-def _times(dz: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def _times(dz: Tensor, weight: Tensor) -> Tensor:
     by, dx = weight if 1 in weight.stride() else weight.contiguous(), dz.new_empty(len(dz), weight.shape[1])
     direct.of(torch.ops.opsmith.linear_unpacked.default)(dz, by.t(), None, None, 0, y=dx)
     return dx

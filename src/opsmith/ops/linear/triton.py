@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from opsmith.kernels.triton import INTERPRETED
 from opsmith.kernels.triton.common import dot, inner, launch, rounded
@@ -145,18 +146,18 @@ def _blocks(count: int, size: int, kv_heads: int, wide: bool) -> dict[str, int]:
 
 
 def linear_rope(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    positions: torch.Tensor | None,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor | None,
     dims: int,
     interleaved: bool,
     *,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
 ) -> None:
     if not q.numel():
         return
@@ -182,7 +183,7 @@ def linear_rope(
     table.check("linear_rope")
 
 
-def linear_pack(weight: torch.Tensor, *, packed: torch.Tensor) -> None:
+def linear_pack(weight: Tensor, *, packed: Tensor) -> None:
     """The kernel reads rows as they are; only the pitch may be another."""
     depth = weight.shape[1]
     packed[0, :, :depth].copy_(weight)

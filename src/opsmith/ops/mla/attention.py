@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from opsmith.call.arguments import check_fit, check_float, check_number
 from opsmith.call.dispatch import native, needs_grad, uncast
@@ -26,17 +27,17 @@ from opsmith.ops.rms_norm.quant import wide
 
 @either_name
 def mla_attention(
-    q_out: torch.Tensor,
-    q_rope: torch.Tensor | None,
+    q_out: Tensor,
+    q_rope: Tensor | None,
     cache: MLACache,
-    block_tables: torch.Tensor,
-    seq_lens: torch.Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
     *,
     scale: float,
-    wuv: torch.Tensor | None = None,
-    ctkv_scale: torch.Tensor | float | None = None,
-    q_nope_scale: torch.Tensor | None = None,
-) -> torch.Tensor:
+    wuv: Tensor | None = None,
+    ctkv_scale: Tensor | float | None = None,
+    q_nope_scale: Tensor | None = None,
+) -> Tensor:
     """Attend to cached latent rows, then up-project what comes out: no key or value of any head is ever made.
 
     `p = softmax(scale * (q_out @ k_nope.T + q_rope @ k_rope.T))`; `latent = p @ k_nope`; `y = latent @ wuv.T` for each
@@ -93,15 +94,15 @@ def mla_attention(
 
 
 def _kernel(
-    q_nope: torch.Tensor,
-    q_rope: torch.Tensor,
+    q_nope: Tensor,
+    q_rope: Tensor,
     cache: MLACache,
-    block_tables: torch.Tensor,
-    seq_lens: torch.Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
     scale: float,
     wuv: Maybe,
     *scales: Maybe,
-) -> torch.Tensor:
+) -> Tensor:
     tokens, heads, kv_lora = q_nope.shape
     result = q_rope.new_empty(q_nope.shape)
     out = None if wuv is None else q_rope.new_empty((tokens, heads, wuv.shape[1]))
@@ -121,16 +122,16 @@ def _kernel(
 
 
 def define(
-    q_nope: torch.Tensor,
-    q_rope: torch.Tensor,
+    q_nope: Tensor,
+    q_rope: Tensor,
     cache: MLACache,
-    block_tables: torch.Tensor,
-    seq_lens: torch.Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
     scale: float,
     wuv: Maybe = None,
     ctkv_scale: Maybe = None,
     q_nope_scale: Maybe = None,
-) -> torch.Tensor:
+) -> Tensor:
     """The definition, in plain PyTorch, on all rows of the longest table at once."""
     (tokens, heads, kv_lora), device = q_nope.shape, q_nope.device
     sequences, pages = block_tables.shape
@@ -164,12 +165,10 @@ def define(
     return torch.einsum("thk,hvk->thv", latent, wuv).clone(memory_format=torch.contiguous_format)
 
 
-def _queries(
-    op: str, q_out: Any, q_rope: Any, cache: MLACache, wuv: Any
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _queries(op: str, q_out: Any, q_rope: Any, cache: MLACache, wuv: Any) -> tuple[Tensor, Tensor]:
     """Refuse queries that do not fit the cache; their two parts."""
-    if not isinstance(q_out, torch.Tensor) or q_out.dim() != 3:
-        got = tuple(q_out.shape) if isinstance(q_out, torch.Tensor) else type(q_out).__name__
+    if not isinstance(q_out, Tensor) or q_out.dim() != 3:
+        got = tuple(q_out.shape) if isinstance(q_out, Tensor) else type(q_out).__name__
         raise ValueError(f"{op}: q_out must be a tensor [T, H, kv_lora], got {got}")
     if cache.mode == "joint":
         if q_rope is not None:
@@ -178,7 +177,7 @@ def _queries(
             )
         check_float(op, q_out, "q_out")
         kv_lora = cache.kv_lora
-        if kv_lora is None and isinstance(wuv, torch.Tensor) and wuv.dim() == 3:
+        if kv_lora is None and isinstance(wuv, Tensor) and wuv.dim() == 3:
             kv_lora = wuv.shape[2]
         if kv_lora is None:
             raise ValueError(
@@ -210,18 +209,18 @@ def _check_tables(op: str, block_tables: Any, seq_lens: Any, tokens: int, cache:
 
 
 def attention_form(
-    q_out: torch.Tensor,
+    q_out: Tensor,
     q_rope: Maybe,
-    latent: torch.Tensor,
+    latent: Tensor,
     rope: Maybe,
-    block_tables: torch.Tensor,
-    seq_lens: torch.Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
     wuv: Maybe = None,
     *,
     mode: str,
     scale: float,
     defined: bool = False,
-) -> torch.Tensor:
+) -> Tensor:
     """`mla_attention` over a cache that is given as its tensors; `defined`: in plain PyTorch."""
     try:
         cache = MLACache(mode, latent, rope)
@@ -236,12 +235,12 @@ def attention_form(
 
 
 def _cost(
-    q_nope: torch.Tensor,
+    q_nope: Tensor,
     q_rope: Maybe,
-    latent: torch.Tensor,
+    latent: Tensor,
     rope: Maybe,
-    block_tables: torch.Tensor,
-    seq_lens: torch.Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
     wuv: Maybe = None,
     **rest: Any,
 ) -> Cost:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal, get_args
 
 import torch
+from torch import Tensor
 
 from opsmith.call.arguments import check_number, short
 from opsmith.ops.mla.check import check_tensor
@@ -60,7 +61,7 @@ class MLACache:
         TypeError, ValueError: another layout, naming the tensor, the shape expected and the one that came.
     """
 
-    def __init__(self, mode: str, latent: torch.Tensor, rope: torch.Tensor | None = None) -> None:
+    def __init__(self, mode: str, latent: Tensor, rope: Tensor | None = None) -> None:
         if mode not in MODES:
             raise ValueError(f"{_NAME}: mode must be one of {', '.join(MODES)}, got {mode!r}")
         if mode == "joint" and rope is not None:
@@ -68,14 +69,14 @@ class MLACache:
                 f'{_NAME}: in mode "joint" rope lies within latent {_SHAPES[mode][0]}; leave rope out'
             )
         for name, t, shape in zip(("latent", "rope"), (latent, rope), _SHAPES[mode], strict=False):
-            if not isinstance(t, torch.Tensor):
+            if not isinstance(t, Tensor):
                 raise TypeError(f"{_NAME}: {name} must be a tensor {shape}, got {type(t).__name__}")
             _check_layout(mode, name, t, shape, latent)
         self.mode, self.latent, self.rope = mode, latent, rope
         # How a "joint" row divides: as allocated, or as the last mla_preprocess had it.
         self.kv_lora = None if mode == "joint" else _width(latent, mode)
-        self.ctkv_scale: torch.Tensor | None = None  # of int8 rows, as the last mla_preprocess had them
-        self.q_nope_scale: torch.Tensor | None = None
+        self.ctkv_scale: Tensor | None = None  # of int8 rows, as the last mla_preprocess had them
+        self.q_nope_scale: Tensor | None = None
 
     @classmethod
     def allocate(
@@ -158,7 +159,7 @@ class MLACache:
         slots = self.blocks * self.block_size
         return self.nbytes // slots if slots else 0
 
-    def rows(self, kv_lora: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def rows(self, kv_lora: int) -> tuple[Tensor, Tensor]:
         """Views [B, bs, kv_lora/tile, tile] and [B, bs, rope/tile, tile]; one tile, where the mode has none."""
         if self.mode in _TILES:
             assert self.rope is not None
@@ -167,7 +168,7 @@ class MLACache:
             return self.latent[..., :kv_lora], self.latent[..., kv_lora:]
         return self.latent, self.rope
 
-    def check(self, op: str, kv_lora: int, rope: int, x: torch.Tensor) -> None:
+    def check(self, op: str, kv_lora: int, rope: int, x: Tensor) -> None:
         """Refuse a cache for other sizes, or another input than x, naming its tensor and both shapes."""
         tile = _TILES.get(self.mode)
         if tile is not None:
@@ -197,7 +198,7 @@ class MLACache:
 
     def check_scales(
         self, op: str, ctkv_scale: Any, heads: int = 0, q_nope_scale: Any = None
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    ) -> tuple[Tensor | None, Tensor | None]:
         """The scales of int8 rows and, for so many heads, of queries, as tensors.
 
         Refused where they are missing, or the cache is not int8.
@@ -214,7 +215,7 @@ class MLACache:
         queries = head_scales(op, q_nope_scale, heads, self.device)
         return None if latent is None else latent.reshape(()), queries
 
-    def write(self, slots: torch.Tensor, k_nope: torch.Tensor, k_rope: torch.Tensor) -> None:
+    def write(self, slots: Tensor, k_nope: Tensor, k_rope: Tensor) -> None:
         """Put rows [T, kv_lora] and [T, rope] at their slots, none at -1; autograd sees it, where it is recording."""
         self.kv_lora = k_nope.shape[1]
         if not self.blocks:
@@ -234,9 +235,7 @@ class MLACache:
         return f'MLACache("{self.mode}", latent={tuple(self.latent.shape)}{rope}, {short(self.dtype)})'
 
 
-def _everyone(
-    slots: torch.Tensor, new: torch.Tensor, view: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _everyone(slots: Tensor, new: Tensor, view: Tensor) -> tuple[Tensor, Tensor]:
     """Slots and rows in which every token has a slot.
 
     Without a look at any value, so that it can be traced: a token without a slot writes again what another one writes,
@@ -264,7 +263,7 @@ def check_mapping(op: str, slots: Any, tokens: int, cache: MLACache) -> None:
     check_tensor(op, "slot_mapping", slots, (tokens,), what, cache.latent, "the cache", *integers)
 
 
-def head_scales(op: str, value: Any, heads: int, device: torch.device) -> torch.Tensor | None:
+def head_scales(op: str, value: Any, heads: int, device: torch.device) -> Tensor | None:
     """What int8 queries are multiplied with, as a tensor."""
     scale = _scale(op, "q_nope_scale", value, device)
     if scale is not None and scale.numel() != heads:
@@ -274,7 +273,7 @@ def head_scales(op: str, value: Any, heads: int, device: torch.device) -> torch.
     return None if scale is None else scale.reshape(heads)
 
 
-def _scale(op: str, name: str, value: Any, device: torch.device) -> torch.Tensor | None:
+def _scale(op: str, name: str, value: Any, device: torch.device) -> Tensor | None:
     if value is None:
         return None
     if isinstance(value, int | float):
@@ -286,12 +285,12 @@ def _scale(op: str, name: str, value: Any, device: torch.device) -> torch.Tensor
     return (t if t.dtype in (torch.float32, torch.float64) else t.float()).detach().to(device)
 
 
-def _width(t: torch.Tensor, mode: str) -> int:
+def _width(t: Tensor, mode: str) -> int:
     """How many numbers of a token are in one of the tensors."""
     return t.shape[3] * (t.shape[1] if mode in _TILES else 1)
 
 
-def _check_layout(mode: str, name: str, t: torch.Tensor, shape: str, latent: torch.Tensor) -> None:
+def _check_layout(mode: str, name: str, t: Tensor, shape: str, latent: Tensor) -> None:
     """Refuse one of a cache's tensors, the latent one or that of rope, which is like it."""
     got = tuple(t.shape)
     if t.dim() != 4:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from opsmith.call.arguments import check_fit, check_float, check_number, short
 from opsmith.call.layouts import dense_rows, fresh
@@ -19,9 +20,9 @@ from opsmith.ops.rope import definition as rotated
 
 # What a call that a kernel is given before its checks raises, where something is wrong with it.
 REFUSALS = (RuntimeError, TypeError, ValueError, AttributeError, IndexError)
-Maybe = torch.Tensor | None
-Pair = tuple[torch.Tensor, Maybe]  # queries and their rope part, which is within them for a "joint" cache
-Result = Pair | tuple[torch.Tensor, Maybe, torch.Tensor]
+Maybe = Tensor | None
+Pair = tuple[Tensor, Maybe]  # queries and their rope part, which is within them for a "joint" cache
+Result = Pair | tuple[Tensor, Maybe, Tensor]
 
 
 class Rotation(NamedTuple):
@@ -31,7 +32,7 @@ class Rotation(NamedTuple):
     sin: Maybe
     interleaved: bool = False
 
-    def check(self, op: str, name: str, x: torch.Tensor, rope: int) -> None:
+    def check(self, op: str, name: str, x: Tensor, rope: int) -> None:
         """Refuse cosines and sines that are not one row of `rope` (or half of it) for each token of x."""
         cos, sin, _ = self
         if cos is None and sin is None:
@@ -48,7 +49,7 @@ class Rotation(NamedTuple):
         """The table as kernels take it."""
         return in_rows(self.cos), in_rows(self.sin)
 
-    def rotate(self, x: torch.Tensor, *, wider: bool = False) -> torch.Tensor:
+    def rotate(self, x: Tensor, *, wider: bool = False) -> Tensor:
         """[T, rope] or [T, H, rope] by PyTorch's operators, in x's dtype or in float32, rounded to x's own."""
         cos, sin, interleaved = self
         if cos is None or sin is None or not x.shape[-1]:
@@ -63,10 +64,10 @@ class Rotation(NamedTuple):
 class Call(NamedTuple):
     """One call of `mla_preprocess`."""
 
-    x: torch.Tensor  # [T, D]
+    x: Tensor  # [T, D]
     w: Parts
     rotation: Rotation
-    slots: torch.Tensor  # [T], slot_mapping
+    slots: Tensor  # [T], slot_mapping
     cache: MLACache
     eps: float = 1e-6
     return_latent_q: bool = False
@@ -89,12 +90,7 @@ class Call(NamedTuple):
             self.cache.ctkv_scale, self.cache.q_nope_scale = self.latent_scale, self.query_scale
 
     def finish(
-        self,
-        q_out: torch.Tensor,
-        q_rope: torch.Tensor,
-        k_nope: torch.Tensor,
-        k_rope: torch.Tensor,
-        latent_q: Maybe,
+        self, q_out: Tensor, q_rope: Tensor, k_nope: Tensor, k_rope: Tensor, latent_q: Maybe
     ) -> Result:
         """Write the keys into the cache; the queries as the call returns them."""
         self.cache.write(self.slots, k_nope, k_rope)
@@ -153,7 +149,7 @@ def in_float32(scale: Maybe) -> Maybe:
     return None if scale is None else scale.float().contiguous()
 
 
-def new_queries(like: torch.Tensor, wuk: torch.Tensor, rope: int, joint: bool, int8: bool = False) -> Pair:
+def new_queries(like: Tensor, wuk: Tensor, rope: int, joint: bool, int8: bool = False) -> Pair:
     """Memory for the queries of `like`, [T, ...]: two parts, or both as one and None."""
     heads, _, kv_lora = wuk.shape
     shape = like.shape[0], heads
@@ -163,6 +159,6 @@ def new_queries(like: torch.Tensor, wuk: torch.Tensor, rope: int, joint: bool, i
     return q_out, fresh(like, (*shape, rope))
 
 
-def join(q_out: torch.Tensor, q_rope: torch.Tensor, joint: bool) -> Pair:
+def join(q_out: Tensor, q_rope: Tensor, joint: bool) -> Pair:
     """One tensor for a joint cache, two for the others."""
     return (torch.cat((q_out, q_rope), -1), None) if joint else (q_out, q_rope)

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from opsmith.call.dispatch import kernels, native
 from opsmith.operator import Implementation, Kind, Make, Operator, register
@@ -41,7 +42,7 @@ def implementations(kernel: str, ours: Callable[..., Any], eager: Callable[..., 
 
 
 def fresh_cache(
-    op: str, mode: str, blocks: int, block_size: int, kv_lora: int, rope: int, like: torch.Tensor
+    op: str, mode: str, blocks: int, block_size: int, kv_lora: int, rope: int, like: Tensor
 ) -> MLACache:
     """A cache of zeros for a card's form, whose refusals are the operator's."""
     try:
@@ -52,17 +53,17 @@ def fresh_cache(
         raise ValueError(f"{op}: {refusal}") from None
 
 
-def fresh_rows(cache: MLACache) -> tuple[torch.Tensor, ...]:
+def fresh_rows(cache: MLACache) -> tuple[Tensor, ...]:
     return (cache.latent,) if cache.rope is None else (cache.latent, cache.rope)
 
 
-def table(make: Make, tokens: int, rope: int, start: int = 3) -> tuple[torch.Tensor, torch.Tensor]:
+def table(make: Make, tokens: int, rope: int, start: int = 3) -> tuple[Tensor, Tensor]:
     """Rows of a table for tokens at positions that do not begin at 0."""
     cos, sin = rope_table(rope, start + tokens, dtype=make.dtype, device=make.device)
     return cos[start:].contiguous(), sin[start:].contiguous()
 
 
-def some_slots(make: Make, tokens: int, blocks: int, block_size: int, skip: bool = True) -> torch.Tensor:
+def some_slots(make: Make, tokens: int, blocks: int, block_size: int, skip: bool = True) -> Tensor:
     """Slots in no order, none twice, every fifth token without one."""
     order = torch.randperm(blocks * block_size, generator=torch.Generator().manual_seed(7))[:tokens].clone()
     if skip:

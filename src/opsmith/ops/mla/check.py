@@ -6,23 +6,17 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from opsmith.call.arguments import one_of, short
 from opsmith.call.dispatch import needs_grad
 
 
 def check_tensor(
-    op: str,
-    name: str,
-    t: Any,
-    shape: Sequence[int],
-    what: str,
-    like: torch.Tensor,
-    of: str,
-    *dtypes: torch.dtype,
+    op: str, name: str, t: Any, shape: Sequence[int], what: str, like: Tensor, of: str, *dtypes: torch.dtype
 ) -> None:
     """Refuse what is no tensor of this shape, on the device of `like` and in its dtype, or in one of those given."""
-    if not isinstance(t, torch.Tensor):
+    if not isinstance(t, Tensor):
         raise TypeError(f"{op}: {name} must be a tensor {tuple(shape)} ({what}), got {type(t).__name__}")
     if tuple(t.shape) != tuple(shape):
         raise ValueError(f"{op}: {name} must have shape {tuple(shape)} ({what}), got {tuple(t.shape)}")
@@ -33,7 +27,7 @@ def check_tensor(
         raise ValueError(f"{op}: {name} is on {t.device}, {of} on {like.device}; move one of them")
 
 
-def check_inference(op: str, *tensors: torch.Tensor | None) -> None:
+def check_inference(op: str, *tensors: Tensor | None) -> None:
     """Quantized forms have no gradient, and say so."""
     if needs_grad(*tensors):
         raise ValueError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from opsmith.ops.mla.call import Call, Result
 from opsmith.ops.mla.projection import eager_projection
@@ -28,7 +29,7 @@ def eager(c: Call) -> Result:
     return c.finish(q_out, q_rope, k_nope, k_rope, z)
 
 
-def _norm(x: torch.Tensor, gamma: torch.Tensor | None, beta: torch.Tensor | None, eps: float) -> torch.Tensor:
+def _norm(x: Tensor, gamma: Tensor | None, beta: Tensor | None, eps: float) -> Tensor:
     if gamma is None:
         return x
     y = F.rms_norm(x, gamma.shape, gamma.to(x.dtype), eps)

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from opsmith.call.arguments import check_fit
 from opsmith.call.dispatch import compiling, native, needs_grad, uncast
@@ -27,16 +28,16 @@ from opsmith.ops.pages import check_slots
 
 @either_name
 def mla_kv_epilogue(
-    a: torch.Tensor,
-    gamma2: torch.Tensor,
+    a: Tensor,
+    gamma2: Tensor,
     cos: Maybe,
     sin: Maybe,
-    slot_mapping: torch.Tensor,
+    slot_mapping: Tensor,
     cache: MLACache,
     *,
     eps: float = 1e-6,
     interleaved: bool = False,
-    ctkv_scale: torch.Tensor | float | None = None,
+    ctkv_scale: Tensor | float | None = None,
 ) -> None:
     """Split, normalize, rotate and write the keys of the down-projection into their cache, in one pass over `a`.
 
@@ -115,14 +116,14 @@ def mla_kv_epilogue(
 
 @either_name
 def mla_q_epilogue(
-    q: torch.Tensor,
-    wuk: torch.Tensor,
+    q: Tensor,
+    wuk: Tensor,
     cos: Maybe,
     sin: Maybe,
     *,
     interleaved: bool = False,
     joint: bool = False,
-    q_nope_scale: torch.Tensor | float | None = None,
+    q_nope_scale: Tensor | float | None = None,
 ) -> Pair:
     """Absorb the keys' up-projection into the queries, and rotate their other part.
 
@@ -190,11 +191,11 @@ def mla_q_epilogue(
 
 
 def kv_form(
-    a: torch.Tensor,
-    gamma2: torch.Tensor,
+    a: Tensor,
+    gamma2: Tensor,
     cos: Maybe,
     sin: Maybe,
-    slot_mapping: torch.Tensor,
+    slot_mapping: Tensor,
     *,
     mode: str,
     blocks: int,
@@ -203,7 +204,7 @@ def kv_form(
     eps: float = 1e-6,
     interleaved: bool = False,
     defined: bool = False,
-) -> tuple[torch.Tensor, ...]:
+) -> tuple[Tensor, ...]:
     """`mla_kv_epilogue` into a fresh cache of this mode, whose tensors are the result; `defined`: in plain PyTorch."""
     cache = fresh_cache("mla_kv_epilogue", mode, blocks, block_size, gamma2.shape[0], rope, a)
     if defined:
@@ -214,15 +215,15 @@ def kv_form(
 
 
 def q_form(
-    q: torch.Tensor,
-    wuk: torch.Tensor,
+    q: Tensor,
+    wuk: Tensor,
     cos: Maybe,
     sin: Maybe,
     *,
     interleaved: bool = False,
     joint: bool = False,
     defined: bool = False,
-) -> tuple[torch.Tensor, ...]:
+) -> tuple[Tensor, ...]:
     """`mla_q_epilogue`, whose result is one tensor where `joint`, else two; `defined`: in plain PyTorch."""
     if defined:
         pair = join(*queries(q, wuk, Rotation(cos, sin, interleaved)), joint)
@@ -232,20 +233,18 @@ def q_form(
 
 
 def _kv_cost(
-    a: torch.Tensor, gamma2: torch.Tensor, *given: Maybe, blocks: int, block_size: int, rope: int, **_: Any
+    a: Tensor, gamma2: Tensor, *given: Maybe, blocks: int, block_size: int, rope: int, **_: Any
 ) -> Cost:
     """Of the form, which makes its cache."""
     return _kv_work(a, gamma2, rope, given, blocks * block_size, a.element_size())
 
 
-def _kv_entry_cost(a: torch.Tensor, gamma2: torch.Tensor, rope_size: int, **rest: Any) -> Cost:
+def _kv_entry_cost(a: Tensor, gamma2: Tensor, rope_size: int, **rest: Any) -> Cost:
     given = (rest[name] for name in ("cos", "sin", "slots"))
     return _kv_work(a, gamma2, rope_size, given, a.shape[0], rest["latent"].element_size())
 
 
-def _kv_work(
-    a: torch.Tensor, gamma2: torch.Tensor, rope: int, given: Iterable[Maybe], slots: int, held: int
-) -> Cost:
+def _kv_work(a: Tensor, gamma2: Tensor, rope: int, given: Iterable[Maybe], slots: int, held: int) -> Cost:
     """A norm and a rotation of each row, which then goes to its slot."""
     rows, width = a.shape[0], gamma2.shape[0] + rope
     read = rows * width * a.element_size() + nbytes(gamma2, *given)
@@ -253,13 +252,7 @@ def _kv_work(
 
 
 def _q_cost(
-    q: torch.Tensor,
-    wuk: torch.Tensor,
-    cos: Maybe,
-    sin: Maybe,
-    q_out: Maybe = None,
-    q_rope: Maybe = None,
-    **_: Any,
+    q: Tensor, wuk: Tensor, cos: Maybe, sin: Maybe, q_out: Maybe = None, q_rope: Maybe = None, **_: Any
 ) -> Cost:
     """Queries brought into the latent space, and their rope part rotated."""
     tokens, (heads, nope, kv_lora) = q.shape[0], wuk.shape

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from opsmith.call.dispatch import compiling, native, needs_grad, uncast
 from opsmith.call.fast import direct
@@ -37,17 +38,17 @@ _OP, _OP_INT8 = "mla_preprocess", "mla_preprocess_int8"
 
 @either_name
 def mla_preprocess(
-    x: torch.Tensor,
+    x: Tensor,
     w: MLAWeights,
-    cos: torch.Tensor | None,
-    sin: torch.Tensor | None,
-    slot_mapping: torch.Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    slot_mapping: Tensor,
     cache: MLACache,
     *,
     eps: float = 1e-6,
     return_latent_q: bool = False,
-    ctkv_scale: torch.Tensor | float | None = None,
-    q_nope_scale: torch.Tensor | None = None,
+    ctkv_scale: Tensor | float | None = None,
+    q_nope_scale: Tensor | None = None,
 ) -> Result:
     """From hidden states to queries in the latent space of the cache, which gets its rows on the way.
 
@@ -188,16 +189,16 @@ def run(c: Call) -> Result:
 
 
 def preprocess_form(
-    x: torch.Tensor,
-    wdqkv: torch.Tensor,
-    wuq: torch.Tensor,
-    wuk: torch.Tensor,
+    x: Tensor,
+    wdqkv: Tensor,
+    wuq: Tensor,
+    wuk: Tensor,
     gamma0: Maybe,
     gamma1: Maybe,
-    gamma2: torch.Tensor,
+    gamma2: Tensor,
     cos: Maybe,
     sin: Maybe,
-    slot_mapping: torch.Tensor,
+    slot_mapping: Tensor,
     *,
     mode: str,
     blocks: int,
@@ -207,7 +208,7 @@ def preprocess_form(
     eps: float = 1e-6,
     by: Callable[[Call], Result] | None = None,
     **form: Any,
-) -> tuple[torch.Tensor, ...]:
+) -> tuple[Tensor, ...]:
     """`mla_preprocess` into a fresh cache of this mode: its queries, then the cache's tensors.
 
     Thirteen operators as one: norm, down-projection, split, norms, up-projection, absorption, rotations, write. `form`
@@ -226,7 +227,7 @@ def preprocess_form(
     return (*(t for t in (by or compute)(call) if t is not None), *fresh_rows(cache))
 
 
-def _cost(x: torch.Tensor, *given: Any, blocks: int, block_size: int, **options: Any) -> Cost:
+def _cost(x: Tensor, *given: Any, blocks: int, block_size: int, **options: Any) -> Cost:
     """Of the form, which makes its cache."""
     form = {name: options[name] for name in Parts._fields if name in options}
     w = Parts(*given[:6], **form)
@@ -236,7 +237,7 @@ def _cost(x: torch.Tensor, *given: Any, blocks: int, block_size: int, **options:
     return _work(x, w, integer, nbytes(*read) + written * (w.kv_lora + w.rope) * x.element_size())
 
 
-def _entry_cost(x: torch.Tensor, latent: torch.Tensor, quant: int, **rest: Any) -> Cost:
+def _entry_cost(x: Tensor, latent: Tensor, quant: int, **rest: Any) -> Cost:
     """Of the kernel alone; of the cache the rows of these tokens are written."""
     w = Parts(*(rest[name] for name in TENSORS))
     beside = ("cos", "sin", "slots", "ctkv_scale", "q_nope_scale", "q_out", "q_rope", "latent_q")
@@ -244,7 +245,7 @@ def _entry_cost(x: torch.Tensor, latent: torch.Tensor, quant: int, **rest: Any) 
     return _work(x, w, quant in (1, 2), nbytes(*(rest[name] for name in beside)) + rows)
 
 
-def _work(x: torch.Tensor, w: Parts, integer: bool, moved: int) -> Cost:
+def _work(x: Tensor, w: Parts, integer: bool, moved: int) -> Cost:
     """Three products with weights that are read once, and what is done to rows between them."""
     tokens, inner = x.shape[0], w.q_lora or x.shape[1]
     projected = w.wdqkv.shape[0] * x.shape[1] + w.wuq.shape[0] * inner
@@ -281,7 +282,7 @@ def _sample(
     inner = size if q_lora is None else q_lora
     options = dict(zip(("mode", "blocks", "block_size"), layout, strict=True)) | more
 
-    def gain(n: int) -> torch.Tensor:
+    def gain(n: int) -> Tensor:
         return make(n, scale=0.3, shift=1.0)
 
     x = make(tokens, size) if x is None else x
@@ -305,7 +306,7 @@ def _sample(
     return Sample(name, (x, *weights, wuk, *args), options)
 
 
-def _quantized(weight: torch.Tensor, quant: str, i: int) -> tuple[torch.Tensor, dict[str, Any]]:
+def _quantized(weight: Tensor, quant: str, i: int) -> tuple[Tensor, dict[str, Any]]:
     """The weight of projection i in this form, and what belongs to it by its names."""
     if weight.is_meta:  # shapes alone are asked for
         return weight.to(torch.int8), {f"descale{i}": weight.new_empty(len(weight))}
@@ -344,7 +345,7 @@ def _workloads(make: Make, quant: str | None = None, form: str = "") -> Iterator
 def _samples_int8(make: Make) -> Iterator[Sample]:
     sample = partial(_sample, make)
 
-    def integers(n: int) -> torch.Tensor:
+    def integers(n: int) -> Tensor:
         return make.ids(n, high=4000).sub_(2000).to(torch.int32)
 
     for tokens, size in ((2, 33), (5, 40), (33, 65)):
@@ -370,8 +371,8 @@ def _samples_int8(make: Make) -> Iterator[Sample]:
 
 def _promised(*args: Any, **options: Any) -> bool:
     """Finite calls in which no two tokens share a slot and no scale of an int8 cache is nothing."""
-    given = [t for t in (*args, *options.values()) if isinstance(t, torch.Tensor)]
-    scales = [t for n in ("ctkv_scale", "q_nope_scale") if isinstance(t := options.get(n), torch.Tensor)]
+    given = [t for t in (*args, *options.values()) if isinstance(t, Tensor)]
+    scales = [t for n in ("ctkv_scale", "q_nope_scale") if isinstance(t := options.get(n), Tensor)]
     slots = args[9][args[9] >= 0]
     right = all(bool(t.isfinite().all()) for t in given) and all(bool(t.all()) for t in scales)
     return right and slots.unique().numel() == slots.numel()

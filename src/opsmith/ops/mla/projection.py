@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from opsmith.ops.linear import linear
 from opsmith.ops.rms_norm import rms_norm
@@ -34,26 +35,26 @@ class Projection(NamedTuple):
         scale, offset: one float32 each, of the activations, in "per_tensor".
     """
 
-    weight: torch.Tensor
-    bias: torch.Tensor | None = None
-    descale: torch.Tensor | None = None
-    scale: torch.Tensor | None = None
-    offset: torch.Tensor | None = None
+    weight: Tensor
+    bias: Tensor | None = None
+    descale: Tensor | None = None
+    scale: Tensor | None = None
+    offset: Tensor | None = None
 
-    def rows(self, index: torch.Tensor) -> Projection:
+    def rows(self, index: Tensor) -> Projection:
         """The same with its output channels in another order."""
         bias = None if self.bias is None else self.bias[index]
         descale = None if self.descale is None else self.descale[index]
         return self._replace(weight=self.weight[index], bias=bias, descale=descale)
 
-    def integers(self, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def integers(self, y: Tensor) -> tuple[Tensor, Tensor | None]:
         """What int8 activations become, in floating point, and a scale for each row where there is not one for all."""
         if self.scale is None or self.offset is None:
             return quantize_rows(y)
         return q8(y / self.scale + self.offset), None
 
 
-def project(y: torch.Tensor, p: Projection, quant: str | None, dtype: torch.dtype) -> torch.Tensor:
+def project(y: Tensor, p: Projection, quant: str | None, dtype: torch.dtype) -> Tensor:
     """The definition of one projection of `y` (float32 or float64), rounded to `dtype` once."""
     if quant is None:
         return F.linear(y.to(dtype), p.weight, p.bias)
@@ -68,17 +69,17 @@ def project(y: torch.Tensor, p: Projection, quant: str | None, dtype: torch.dtyp
     return (a if s is None else a * s).to(dtype)
 
 
-def dequantized(p: Projection, k: int, dtype: torch.dtype) -> torch.Tensor:
+def dequantized(p: Projection, k: int, dtype: torch.dtype) -> Tensor:
     """The weight [N, k] that integers alone stand for."""
     assert p.descale is not None
     if p.weight.dtype == torch.int8:
         return p.weight.to(dtype) * p.descale.to(dtype)[:, None]
     values = torch.stack((p.weight & 15, p.weight >> 4), -1).flatten(1).to(dtype) - 8
-    grouped: torch.Tensor = values.unflatten(1, (p.descale.shape[1], -1)) * p.descale.to(dtype)[:, :, None]
+    grouped: Tensor = values.unflatten(1, (p.descale.shape[1], -1)) * p.descale.to(dtype)[:, :, None]
     return grouped.flatten(1)[:, :k]
 
 
-def eager_projection(y: torch.Tensor, p: Projection, quant: str | None) -> torch.Tensor:
+def eager_projection(y: Tensor, p: Projection, quant: str | None) -> Tensor:
     """By PyTorch's operators, as a model would: rounded to y's dtype at every step."""
     if quant is None:
         return F.linear(y, p.weight, p.bias)
@@ -88,7 +89,7 @@ def eager_projection(y: torch.Tensor, p: Projection, quant: str | None) -> torch
     return integer_linear(q.to(torch.int8), s, p).to(y.dtype)
 
 
-def integer_linear(q: torch.Tensor, s: torch.Tensor | None, p: Projection) -> torch.Tensor:
+def integer_linear(q: Tensor, s: Tensor | None, p: Projection) -> Tensor:
     """int8 times int8 in int32, scaled in float32; `s` a factor for each row."""
     assert p.descale is not None
     sums = _integer_product(q, p.weight)
@@ -96,7 +97,7 @@ def integer_linear(q: torch.Tensor, s: torch.Tensor | None, p: Projection) -> to
     return a if s is None else a * s
 
 
-def _integer_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+def _integer_product(a: Tensor, b: Tensor) -> Tensor:
     """a @ b.T of int8, in int32. On a GPU PyTorch takes no fewer than 17 rows, and columns by eights."""
     rows, columns = a.shape[0], b.shape[0]
     if not a.numel():
@@ -108,33 +109,28 @@ def _integer_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return torch._int_mm(a, b.t())[:rows, :columns]
 
 
-def norm(x: torch.Tensor, gamma: torch.Tensor | None, beta: torch.Tensor | None, eps: float) -> torch.Tensor:
+def norm(x: Tensor, gamma: Tensor | None, beta: Tensor | None, eps: float) -> Tensor:
     """By our operator, where there is a gamma."""
     if gamma is None:
         return x
     y = rms_norm(x, gamma, eps)
-    assert isinstance(y, torch.Tensor)
+    assert isinstance(y, Tensor)
     return y if beta is None else y + beta
 
 
 def normalize_and_project(
-    x: torch.Tensor,
-    gamma: torch.Tensor | None,
-    beta: torch.Tensor | None,
-    p: Projection,
-    quant: str | None,
-    eps: float,
-) -> torch.Tensor:
+    x: Tensor, gamma: Tensor | None, beta: Tensor | None, p: Projection, quant: str | None, eps: float
+) -> Tensor:
     """A norm, where there is a gamma, and the projection behind it, in any form of quantization."""
     if quant in ("per_tensor", "per_token"):
         made = rms_norm_quant(x, gamma, beta, eps, scale=p.scale, offset=p.offset)
-        q, s = (made, None) if isinstance(made, torch.Tensor) else (made[0], made[1].unsqueeze(-1))
+        q, s = (made, None) if isinstance(made, Tensor) else (made[0], made[1].unsqueeze(-1))
         return integer_linear(q, s, p).to(x.dtype)
     y = norm(x, gamma, beta, eps)
     return linear(y, p.weight, p.bias) if quant is None else eager_projection(y, p, quant)
 
 
-def quantize_weight(weight: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor, float]:
+def quantize_weight(weight: Tensor, bits: int) -> tuple[Tensor, Tensor, float]:
     """Integers and float32 scales of a weight, symmetric, and the error relative to it (root of summed squares)."""
     n, k = weight.shape
     group = k if bits == 8 else next((g for g in _GROUPS if k % g == 0), _GROUPS[-1])
@@ -144,7 +140,7 @@ def quantize_weight(weight: torch.Tensor, bits: int) -> tuple[torch.Tensor, torc
     packed = torch.empty((n, held), dtype=torch.int8 if bits == 8 else torch.uint8, device=weight.device)
     scale = torch.zeros((n, groups), dtype=torch.float32, device=weight.device)
 
-    def keep(here: slice, part: torch.Tensor) -> torch.Tensor:
+    def keep(here: slice, part: Tensor) -> Tensor:
         part = F.pad(part, (0, padded - k)).unflatten(1, (groups, group))
         factor = (part.abs().amax(-1, keepdim=True) / _LEVELS[bits]).clamp_(min=TINY)
         rounded = (part / factor).round_().clamp_(-_LEVELS[bits], _LEVELS[bits])
@@ -163,7 +159,7 @@ def quantize_weight(weight: torch.Tensor, bits: int) -> tuple[torch.Tensor, torc
 
 
 def static_scale(
-    op: str, i: int, scale: torch.Tensor | float, offset: torch.Tensor | float | None, like: torch.Tensor
+    op: str, i: int, scale: Tensor | float, offset: Tensor | float | None, like: Tensor
 ) -> dict[str, Any]:
     """By their names, the scale and the offset of projection i's inputs, as float32 scalars."""
     found = {}

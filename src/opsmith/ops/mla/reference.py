@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from opsmith.ops.mla.call import Rotation
 from opsmith.ops.mla.projection import project
@@ -18,21 +19,21 @@ from opsmith.ops.rms_norm.quant import normalize, q8, wide
 class Defined(NamedTuple):
     """What one call gives: queries, and the rows that the cache gets."""
 
-    q_out: torch.Tensor  # [T, H, kv_lora], int8 with a query scale
-    q_rope: torch.Tensor  # [T, H, rope]
-    k_nope: torch.Tensor  # [T, kv_lora], int8 with a latent scale
-    k_rope: torch.Tensor  # [T, rope]
-    latent_q: torch.Tensor | None  # [T, q_lora], normalized
+    q_out: Tensor  # [T, H, kv_lora], int8 with a query scale
+    q_rope: Tensor  # [T, H, rope]
+    k_nope: Tensor  # [T, kv_lora], int8 with a latent scale
+    k_rope: Tensor  # [T, rope]
+    latent_q: Tensor | None  # [T, q_lora], normalized
 
 
 def keys(
-    a: torch.Tensor,
-    gamma2: torch.Tensor,
+    a: Tensor,
+    gamma2: Tensor,
     rotation: Rotation,
     rope: int,
     eps: float = 1e-6,
-    latent_scale: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    latent_scale: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """What the cache gets of `a`, whose rows begin with [ckv | k_pe]."""
     kv_lora = gamma2.shape[0]
     k_nope = normalize(a[:, :kv_lora], gamma2, eps=eps)
@@ -43,8 +44,8 @@ def keys(
 
 
 def queries(
-    q: torch.Tensor, wuk: torch.Tensor, rotation: Rotation, query_scale: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
+    q: Tensor, wuk: Tensor, rotation: Rotation, query_scale: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """The absorbed queries and the rotated ones, of q [T, H, nope + rope]."""
     nope = wuk.shape[1]
     q_out = torch.einsum("thn,hnk->thk", q[..., :nope], wuk)
@@ -55,12 +56,12 @@ def queries(
 
 
 def define(
-    x: torch.Tensor,
+    x: Tensor,
     w: Parts,
     rotation: Rotation,
     eps: float = 1e-6,
-    latent_scale: torch.Tensor | None = None,
-    query_scale: torch.Tensor | None = None,
+    latent_scale: Tensor | None = None,
+    query_scale: Tensor | None = None,
 ) -> Defined:
     """All of a call, but for the write into a cache."""
     y = normalize(x, w.gamma0, w.beta0, eps)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from opsmith.call.arguments import check_number, short
 from opsmith.call.layouts import dense, dense_rows
@@ -21,19 +21,19 @@ _STAND_IN_ROWS = 256
 _FLOAT32 = ("descale0", "descale1", "scale0", "offset0", "scale1", "offset1")
 _DEEPSEEK = ("kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj", "qk_nope_head_dim", "qk_rope_head_dim")
 
-Maybe = torch.Tensor | None
+Maybe = Tensor | None
 Sizes = tuple[int, int, int, int, int | None]  # heads, nope, rope, kv_lora, q_lora
 
 
 class Parts(NamedTuple):
     """The tensors of `MLAWeights` in the order in which kernels take them; every size is read off their shapes."""
 
-    wdqkv: torch.Tensor  # to [ckv | k_pe | q]
-    wuq: torch.Tensor  # to the queries of all heads
-    wuk: torch.Tensor
+    wdqkv: Tensor  # to [ckv | k_pe | q]
+    wuq: Tensor  # to the queries of all heads
+    wuk: Tensor
     gamma0: Maybe  # of the norm of the input,
     gamma1: Maybe  # of the latent queries,
-    gamma2: torch.Tensor  # of the keys
+    gamma2: Tensor  # of the keys
     beta0: Maybe = None
     beta1: Maybe = None
     bias0: Maybe = None
@@ -86,7 +86,7 @@ class Parts(NamedTuple):
     def q_lora(self) -> int | None:
         return self.sizes[4]
 
-    def split(self, a: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def split(self, a: Tensor) -> tuple[Tensor, ...]:
         """What the down-projection gives: [ckv | k_pe], and the latent queries."""
         keys = self.kv_lora + self.rope
         return a[:, :keys], a[:, keys:]
@@ -117,10 +117,10 @@ class Parts(NamedTuple):
                 f"{op}: rope must be even and not negative, q_lora positive or None, got {rope} and {q_lora}"
             )
         wdqkv = self.wdqkv
-        if not isinstance(wdqkv, torch.Tensor) or wdqkv.dim() != 2 or not wdqkv.shape[1]:
-            got = tuple(wdqkv.shape) if isinstance(wdqkv, torch.Tensor) else type(wdqkv).__name__
+        if not isinstance(wdqkv, Tensor) or wdqkv.dim() != 2 or not wdqkv.shape[1]:
+            got = tuple(wdqkv.shape) if isinstance(wdqkv, Tensor) else type(wdqkv).__name__
             raise ValueError(f"{op}: wdqkv must be a tensor [kv_lora + rope + q_lora, D], got {got}")
-        if isinstance(self.wuk, torch.Tensor) and not self.wuk.is_floating_point():
+        if isinstance(self.wuk, Tensor) and not self.wuk.is_floating_point():
             raise TypeError(f"{op}: wuk must be floating-point, got {short(self.wuk.dtype)}")
         for name in ("gamma1", "beta1"):
             if q_lora is None and getattr(self, name) is not None:
@@ -153,7 +153,7 @@ class Parts(NamedTuple):
             shapes |= {"descale0": ((n0,), channels), "descale1": ((n1,), channels)}
             needed += ["descale0", "descale1"] if self.quant else []
         if wuv is not None:
-            v = wuv.shape[1] if isinstance(wuv, torch.Tensor) and wuv.dim() == 3 else 0
+            v = wuv.shape[1] if isinstance(wuv, Tensor) and wuv.dim() == 3 else 0
             shapes["wuv"] = ((heads, v, kv_lora), "heads, v, kv_lora")
         given = {**self._asdict(), "wuv": wuv}
         for name, (shape, what) in shapes.items():
@@ -213,28 +213,28 @@ class MLAWeights(nn.Module):
     @either_name
     def __init__(
         self,
-        wdqkv: torch.Tensor,
-        wuq: torch.Tensor,
-        wuk: torch.Tensor,
+        wdqkv: Tensor,
+        wuq: Tensor,
+        wuk: Tensor,
         *,
-        gamma1: torch.Tensor | None,
-        gamma2: torch.Tensor,
-        gamma0: torch.Tensor | None = None,
-        beta0: torch.Tensor | None = None,
-        beta1: torch.Tensor | None = None,
-        bias0: torch.Tensor | None = None,
-        bias1: torch.Tensor | None = None,
+        gamma1: Tensor | None,
+        gamma2: Tensor,
+        gamma0: Tensor | None = None,
+        beta0: Tensor | None = None,
+        beta1: Tensor | None = None,
+        bias0: Tensor | None = None,
+        bias1: Tensor | None = None,
         heads: int,
         nope: int,
         rope: int,
         kv_lora: int,
         q_lora: int | None,
         interleaved: bool = False,
-        wuv: torch.Tensor | None = None,
+        wuv: Tensor | None = None,
     ) -> None:
         super().__init__()
         for name, t in (("wdqkv", wdqkv), ("wuq", wuq)):
-            if isinstance(t, torch.Tensor) and not t.is_floating_point():
+            if isinstance(t, Tensor) and not t.is_floating_point():
                 raise TypeError(
                     f"{_NAME}: {name} must be floating-point, got {short(t.dtype)}; "
                     "MLAWeights.quantized takes quantized weights"
@@ -248,30 +248,30 @@ class MLAWeights(nn.Module):
     @either_name
     def quantized(
         cls,
-        wdqkv_int8: torch.Tensor,
-        wuq_int8: torch.Tensor,
-        wuk: torch.Tensor,
+        wdqkv_int8: Tensor,
+        wuq_int8: Tensor,
+        wuk: Tensor,
         *,
-        descale0: torch.Tensor,
-        descale1: torch.Tensor,
-        scale0: torch.Tensor | float | None = None,
-        offset0: torch.Tensor | float | None = None,
-        scale1: torch.Tensor | float | None = None,
-        offset1: torch.Tensor | float | None = None,
-        bias0: torch.Tensor | None = None,
-        bias1: torch.Tensor | None = None,
-        gamma1: torch.Tensor | None,
-        gamma2: torch.Tensor,
-        gamma0: torch.Tensor | None = None,
-        beta0: torch.Tensor | None = None,
-        beta1: torch.Tensor | None = None,
+        descale0: Tensor,
+        descale1: Tensor,
+        scale0: Tensor | float | None = None,
+        offset0: Tensor | float | None = None,
+        scale1: Tensor | float | None = None,
+        offset1: Tensor | float | None = None,
+        bias0: Tensor | None = None,
+        bias1: Tensor | None = None,
+        gamma1: Tensor | None,
+        gamma2: Tensor,
+        gamma0: Tensor | None = None,
+        beta0: Tensor | None = None,
+        beta1: Tensor | None = None,
         heads: int,
         nope: int,
         rope: int,
         kv_lora: int,
         q_lora: int | None,
         interleaved: bool = False,
-        wuv: torch.Tensor | None = None,
+        wuv: Tensor | None = None,
     ) -> MLAWeights:
         """Weights that are int8 already: per-tensor static where `scale0` is given, else per-token dynamic.
 
@@ -322,9 +322,7 @@ class MLAWeights(nn.Module):
         """
         return cls(**_read_deepseek(attention_module)).deinterleaved()
 
-    def quantize(
-        self, form: str, calibration: torch.Tensor | Iterable[torch.Tensor] | None = None
-    ) -> MLAWeights:
+    def quantize(self, form: str, calibration: Tensor | Iterable[Tensor] | None = None) -> MLAWeights:
         """Both projections with quantized weights; wuk stays as it is.
 
         "per_tensor": int8 times int8, activations with one static scale and offset each; "per_token": int8 times int8,
@@ -391,10 +389,10 @@ class MLAWeights(nn.Module):
         names = ("heads", "nope", "rope", "kv_lora", "q_lora", "interleaved", "quant")
         return ", ".join(f"{name}={getattr(self, name)}" for name in names)
 
-    wdqkv: torch.Tensor
-    wuq: torch.Tensor
-    wuk: torch.Tensor
-    wuv: torch.Tensor | None
+    wdqkv: Tensor
+    wuq: Tensor
+    wuk: Tensor
+    wuv: Tensor | None
     q_lora: int | None
     quant: str | None
     interleaved: bool
@@ -423,7 +421,7 @@ class MLAWeights(nn.Module):
                 self.register_buffer(name, t)
 
     def _ranges(
-        self, calibration: torch.Tensor | Iterable[torch.Tensor] | None
+        self, calibration: Tensor | Iterable[Tensor] | None
     ) -> tuple[tuple[float, float], tuple[float, float]]:
         """The least and the greatest input of both projections."""
         parts, size = self.parts(), self.wdqkv.shape[1]
@@ -431,9 +429,9 @@ class MLAWeights(nn.Module):
             generator = torch.Generator().manual_seed(0)
             calibration = torch.randn(_STAND_IN_ROWS, size, generator=generator).to(self.wdqkv)
         seen: list[list[float]] = [[0.0, 0.0], [0.0, 0.0]]
-        for rows in (calibration,) if isinstance(calibration, torch.Tensor) else calibration:
-            if not isinstance(rows, torch.Tensor) or not rows.shape or rows.shape[-1] != size:
-                got = tuple(rows.shape) if isinstance(rows, torch.Tensor) else type(rows).__name__
+        for rows in (calibration,) if isinstance(calibration, Tensor) else calibration:
+            if not isinstance(rows, Tensor) or not rows.shape or rows.shape[-1] != size:
+                got = tuple(rows.shape) if isinstance(rows, Tensor) else type(rows).__name__
                 raise ValueError(
                     f"{_NAME}.quantize: calibration must be hidden states [..., {size}], got {got}"
                 )
@@ -451,7 +449,7 @@ class MLAWeights(nn.Module):
             seen[1] = seen[0]  # one quantized x serves both
         return (seen[0][0], seen[0][1]), (seen[1][0], seen[1][1])
 
-    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> MLAWeights:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> MLAWeights:
         """`.to`, `.half()`, `.cuda()`: a dtype is the inputs', never that of scales."""
         before = {name: self._buffers[name] for name in _FLOAT32}
         super()._apply(fn, recurse)
@@ -503,7 +501,7 @@ def _read_deepseek(module: nn.Module) -> dict[str, Any]:
     }
 
 
-def _biases(layers: list[Any]) -> torch.Tensor | None:
+def _biases(layers: list[Any]) -> Tensor | None:
     if all(layer.bias is None for layer in layers):
         return None
     filled = [

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from opsmith.call.arguments import check_fit, check_number
 from opsmith.call.dispatch import carries_tangents, compiling, needs_grad
@@ -41,16 +42,16 @@ SIGNATURE = Signature(
 
 
 def moe_route(
-    logits: torch.Tensor,
+    logits: Tensor,
     k: int,
     *,
     scoring: str = "softmax",
-    bias: torch.Tensor | None = None,
+    bias: Tensor | None = None,
     groups: int | None = None,
     topk_groups: int | None = None,
     normalize: bool = True,
     scale: float = 1.0,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Choose k experts for each token, and weigh them.
 
     `ids = topk(scores + bias)`, `weights = scale * scores[ids] / sum(scores[ids])`, with `scores` the softmax or the
@@ -109,15 +110,15 @@ def _groups(groups: int | None, topk_groups: int | None) -> tuple[Any, Any]:
 
 
 def definition(
-    logits: torch.Tensor,
-    bias: torch.Tensor | None,
+    logits: Tensor,
+    bias: Tensor | None,
     k: int,
     sigmoid: bool,
     groups: int,
     topk_groups: int,
     normalize: bool,
     scale: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """The definition, in plain PyTorch. Without a bias the logits choose, in whose order the scores are."""
     wide = logits if logits.dtype == torch.float64 else logits.float()
     scores = wide.sigmoid() if sigmoid else wide.softmax(-1)
@@ -178,7 +179,7 @@ class _Route(Call):
         logits, bias, *rest = values
         return super().recorded(backend, (logits, None if bias is None else bias.detach(), *rest))
 
-    def taken(self, of: Any, t: torch.Tensor | None) -> torch.Tensor | None:
+    def taken(self, of: Any, t: Tensor | None) -> Tensor | None:
         chosen = t is not None and of.name in ("ids", "weights")
         return t.contiguous() if chosen and t is not None else super().taken(of, t)
 
@@ -195,7 +196,7 @@ _CALL = _Route(
 )
 
 
-def _cost(logits: torch.Tensor, k: int, *, bias: torch.Tensor | None = None, **options: Any) -> Cost:
+def _cost(logits: Tensor, k: int, *, bias: Tensor | None = None, **options: Any) -> Cost:
     tokens = logits.shape[0] if logits.dim() else 0
     return Cost(6.0 * logits.numel(), nbytes(logits, bias) + tokens * k * (8 + max(4, logits.element_size())))
 
@@ -225,7 +226,7 @@ def _workloads(make: Make) -> Iterator[Sample]:
         yield Sample(f"{t}x256, 8 of 4 of 8 groups", (make(t, 256), 8), {**grouped, "scale": 2.5})
 
 
-def _promised(logits: torch.Tensor, k: int, *, bias: torch.Tensor | None = None, **options: Any) -> bool:
+def _promised(logits: Tensor, k: int, *, bias: Tensor | None = None, **options: Any) -> bool:
     """Rows that have a largest number, and none that is not one: of others nothing is promised but ids in range.
 
     And choices that rounding does not make: the same experts in float64, and of logits a little larger.

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from opsmith.kernels.triton.common import as_rows, block_of, exp_for, launch, rounded
 
@@ -103,8 +103,8 @@ def _backward(
 
 
 def moe_route(
-    logits: torch.Tensor,
-    bias: torch.Tensor | None,
+    logits: Tensor,
+    bias: Tensor | None,
     k: int,
     sigmoid: bool,
     groups: int,
@@ -112,8 +112,8 @@ def moe_route(
     normalize: bool,
     scale: float,
     *,
-    ids: torch.Tensor,
-    weights: torch.Tensor,
+    ids: Tensor,
+    weights: Tensor,
 ) -> None:
     rows, experts = logits.shape
     if experts % groups or topk_groups > groups or not 0 < k <= experts // groups * topk_groups:
@@ -123,14 +123,14 @@ def moe_route(
 
 
 def moe_route_backward(
-    dweights: torch.Tensor,
-    logits: torch.Tensor,
-    ids: torch.Tensor,
+    dweights: Tensor,
+    logits: Tensor,
+    ids: Tensor,
     sigmoid: bool,
     normalize: bool,
     scale: float,
     *,
-    dlogits: torch.Tensor,
+    dlogits: Tensor,
 ) -> None:
     (rows, experts), k = logits.shape, ids.shape[1]
     given = (dweights, logits, ids, dlogits, experts, k, scale, logits.stride(0), dlogits.stride(0))

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from opsmith.call.arguments import check_device, check_dtype, check_float, check_like, short
 from opsmith.call.dispatch import compiling, native, needs_grad
@@ -36,17 +37,17 @@ SIGNATURE = Signature(
 
 
 def packed_linear(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    scale: torch.Tensor | None = None,
-    zero: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor | None = None,
+    zero: Tensor | None = None,
+    bias: Tensor | None = None,
     *,
     format: str,
     group_size: int = 0,
-    outer: torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
+    outer: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
     """Multiply by a weight that was packed once.
 
     `y = x @ w.T + bias` with `w = weight` (bf16), `(weight - 128) scale` (int8), or `(weight - zero) scale` by groups
@@ -104,22 +105,22 @@ _DYNAMIC, _HALF, _NESTED, _FLOAT8, _FLOAT4 = map(int, list(Scales)[1:])
 _WIDE = {_HALF: torch.float16, _NESTED: torch.int8, _FLOAT8: torch.float32, _FLOAT4: torch.uint8}
 
 
-def format_of(bits: int, scales: int, group_size: int, zero: torch.Tensor | None) -> str:
+def format_of(bits: int, scales: int, group_size: int, zero: Tensor | None) -> str:
     """The name of a format by what the operator is told of it."""
     return _FILES.get((bits, scales, group_size, zero is not None)) or _NAMES[bits, scales]
 
 
 def definition(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    scale: torch.Tensor | None,
-    zero: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    outer: torch.Tensor | None,
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor | None,
+    zero: Tensor | None,
+    bias: Tensor | None,
+    outer: Tensor | None,
     bits: int,
     group_size: int,
     scales: int,
-) -> torch.Tensor:
+) -> Tensor:
     """The definition, in plain PyTorch: dequantized and multiplied in float32 at least, rounded once."""
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     k, format = x.shape[-1], format_of(bits, scales, group_size, zero)
@@ -138,10 +139,10 @@ def definition(
 class _Flat(Call):
     """Rows of any dimensions are given as they are, so that a graph shows the result that a layer writes."""
 
-    def taken(self, of: Any, t: torch.Tensor | None) -> torch.Tensor | None:
+    def taken(self, of: Any, t: Tensor | None) -> Tensor | None:
         return t if t is not None and of.name == "x" and t.is_contiguous() else super().taken(of, t)
 
-    def taken_result(self, of: Any, t: torch.Tensor) -> torch.Tensor:
+    def taken_result(self, of: Any, t: Tensor) -> Tensor:
         return t if t.is_contiguous() else super().taken_result(of, t)
 
 
@@ -156,7 +157,7 @@ class _Packed(_Flat):
         format = format_of(bits, scales, group_size, zero)
         of = FORMATS[format]
         for name, t in (("weight", weight), ("scale", scale), ("zero", zero), ("outer", outer)):
-            if not isinstance(t, torch.Tensor) and (name == "weight" or t is not None):
+            if not isinstance(t, Tensor) and (name == "weight" or t is not None):
                 raise TypeError(f"{_OP}: {name} must be a tensor, got {type(t).__name__}")
             if t is not None:
                 check_device(_OP, t, x, name)
@@ -226,7 +227,7 @@ class _Packed(_Flat):
             return _PAIRS.native(backend, (x, weight, bias, None, 0), out)
         return super().native(backend, values, out)
 
-    def taken(self, of: Any, t: torch.Tensor | None) -> torch.Tensor | None:
+    def taken(self, of: Any, t: Tensor | None) -> Tensor | None:
         if t is None or of.name not in ("weight", "scale", "zero", "outer"):
             return super().taken(of, t)
         # Scales may be columns of a larger tensor.
@@ -252,7 +253,7 @@ _PAIRS = _Pairs(PACKED, packed_linear, definition)
 
 
 def _expect(
-    name: str, t: torch.Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...], format: str
+    name: str, t: Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...], format: str
 ) -> None:
     if tuple(t.shape) != shape:
         raise ValueError(
@@ -265,21 +266,21 @@ def _expect(
         )
 
 
-def _promised(x: torch.Tensor, *tensors: torch.Tensor | None, **options: Any) -> bool:
+def _promised(x: Tensor, *tensors: Tensor | None, **options: Any) -> bool:
     """Finite calls: a number that is not makes its whole row of results NaN."""
     given = (x, *tensors, options.get("outer"))
     return all(bool(t.isfinite().all()) for t in given if t is not None)
 
 
 def _cost(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    scale: torch.Tensor | None = None,
-    zero: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor | None = None,
+    zero: Tensor | None = None,
+    bias: Tensor | None = None,
     *,
     format: str,
-    outer: torch.Tensor | None = None,
+    outer: Tensor | None = None,
     **options: Any,
 ) -> Cost:
     k = x.shape[-1]
@@ -289,7 +290,7 @@ def _cost(
     return Cost(products + results * (bias is not None), moved, products if format == "int8_dynamic" else 0.0)
 
 
-def _made(weight: torch.Tensor, format: str, group: int = 0, symmetric: bool = True) -> Packed:
+def _made(weight: Tensor, format: str, group: int = 0, symmetric: bool = True) -> Packed:
     n, k = weight.shape
     to = empty(format, n, k, group, symmetric, weight.device)
     quantize(weight, format, group, to)
@@ -302,9 +303,9 @@ def _samples(make: Make) -> Iterator[Sample]:
 
         def sample(
             name: str,
-            x: torch.Tensor,
+            x: Tensor,
             n: int,
-            *bias: torch.Tensor,
+            *bias: Tensor,
             format: str = format,
             group: int = group,
             symmetric: bool = True,

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from opsmith.ops.packed_linear.formats import FORMATS, SUPER, Scales
 
 _EXPONENT = 0x7C00  # of a float16: all its bits are set where it is not finite
 
 # Numbers as they are stored, scale, zero and outer, which lie as those of a packed weight do.
-Rounded = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]
+Rounded = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 
 # Of a block: how many numbers, and how many bytes.
 BLOCKS = {
@@ -38,7 +39,7 @@ KEPT = {"q3_k": "q6_k", "iq4_xs": "q6_k", "iq4_nl": "q8_0"}
 _UNEVEN = (1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241)
 
 
-def read(rows: torch.Tensor, format: str) -> Rounded:
+def read(rows: Tensor, format: str) -> Rounded:
     """Rows [n, bytes] of a file's blocks as what they hold; k is a multiple of a block's numbers.
 
     Raises:
@@ -97,7 +98,7 @@ def read(rows: torch.Tensor, format: str) -> Rounded:
     return numbers.flatten(1), kept[0], kept[1], outer
 
 
-def round_to(part: torch.Tensor, format: str) -> Rounded:
+def round_to(part: Tensor, format: str) -> Rounded:
     """Rows [n, k] rounded to a format: each number to the nearest step, a group's steps over what it spans."""
     how, (n, k) = FORMATS[format], part.shape
     middle = 1 << how.bits - 1
@@ -126,7 +127,7 @@ def round_to(part: torch.Tensor, format: str) -> Rounded:
     q = _whole(blocks, step[..., None], least, least + how.steps - 1)
     stored = (q + (0 if how.minima and how.bits == 4 else middle)).to(torch.uint8)
 
-    def kept(t: torch.Tensor | None) -> torch.Tensor | None:
+    def kept(t: Tensor | None) -> Tensor | None:
         if t is None:
             return None
         t = t.flatten(1)[:, : -(-k // how.group)].t().contiguous()
@@ -137,36 +138,36 @@ def round_to(part: torch.Tensor, format: str) -> Rounded:
     return stored.view(n, -1)[:, :k], steps, kept(zero), None if outer is None else outer.mT.contiguous()
 
 
-def _whole(numbers: torch.Tensor, step: torch.Tensor, least: int, most: int) -> torch.Tensor:
+def _whole(numbers: Tensor, step: Tensor, least: int, most: int) -> Tensor:
     """The nearest whole numbers of steps; zero of steps that are none."""
     step = step.float()
     return torch.where(step == 0, 0.0, (numbers / step).round()).clamp(least, most)
 
 
-def _halves(pairs: torch.Tensor) -> torch.Tensor:
+def _halves(pairs: Tensor) -> Tensor:
     return pairs.contiguous().view(torch.float16)[..., 0]
 
 
-def _nibbles(bytes_: torch.Tensor) -> torch.Tensor:
+def _nibbles(bytes_: Tensor) -> Tensor:
     """The low nibbles of some bytes, then the high ones."""
     return torch.cat((bytes_ & 15, bytes_ >> 4), -1)
 
 
-def _uneven(bytes_: torch.Tensor) -> torch.Tensor:
+def _uneven(bytes_: Tensor) -> Tensor:
     """What the nibbles of some bytes stand for."""
     return torch.tensor(_UNEVEN, dtype=torch.uint8)[_nibbles(bytes_).int()]
 
 
-def _bits(bytes_: torch.Tensor) -> torch.Tensor:
+def _bits(bytes_: Tensor) -> Tensor:
     """The bits of bytes, the lowest of the first before the others."""
     return (bytes_[..., None] >> _shifts(*range(8)) & 1).flatten(-2)
 
 
-def _shifts(*bits: int) -> torch.Tensor:
+def _shifts(*bits: int) -> Tensor:
     return torch.tensor(bits, dtype=torch.uint8)
 
 
-def _sixes(packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _sixes(packed: Tensor) -> tuple[Tensor, Tensor]:
     """Eight scales and eight minima of six bits each, in twelve bytes."""
     first, second, last = packed.unflatten(-1, (3, 4)).unbind(-2)
     scale = torch.cat((first & 63, last & 15 | (first >> 6) << 4), -1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import cached_property
 
 import torch
+from torch import Tensor
 
 from opsmith.ops.rounding import on_grid
 
@@ -33,7 +34,7 @@ class Inputs:
         self.sum = torch.zeros(k, k, device=device)
         self.rows = 0
 
-    def add(self, x: torch.Tensor) -> None:
+    def add(self, x: Tensor) -> None:
         """Take in more inputs [..., K].
 
         Raises:
@@ -49,13 +50,11 @@ class Inputs:
         self.rows += len(rows)
         self.__dict__.pop("_order_and_factor", None)
 
-    def change(self, error: torch.Tensor) -> float:
+    def change(self, error: Tensor) -> float:
         """By how much results change, squared and summed over all inputs, where rows of a weight do by so much."""
         return float((error @ self.sum).mul_(error).sum(dtype=torch.float64))
 
-    def round(
-        self, part: torch.Tensor, scale: torch.Tensor, middle: torch.Tensor, group_size: int
-    ) -> torch.Tensor:
+    def round(self, part: Tensor, scale: Tensor, middle: Tensor, group_size: int) -> Tensor:
         """Rows [n, K] of a weight as numbers 0..15, by groups [n, groups] of scales and middles."""
         order, factor = self._order_and_factor
         left = part.t()[order]  # [K, n]: a column is read in one piece
@@ -74,7 +73,7 @@ class Inputs:
         return torch.empty_like(q).index_copy_(0, order, q).t()
 
     @cached_property
-    def _order_and_factor(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def _order_and_factor(self) -> tuple[Tensor, Tensor]:
         """The order of the columns, and the upper Cholesky factor of the inverse of the damped sum in that order.
 
         Row i of it has what an error of column i means for those behind, the columns before it settled.

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from opsmith.call.arguments import check_count, short
 from opsmith.call.dispatch import compiling, is_sharded
@@ -58,12 +58,12 @@ class PackedLinear(nn.Module):
         TypeError, ValueError: for a format or sizes that make no sense.
     """
 
-    weight: torch.Tensor
-    scale: torch.Tensor | None
-    zero: torch.Tensor | None
-    outer: torch.Tensor | None
-    order: torch.Tensor | None
-    bias: torch.Tensor | None
+    weight: Tensor
+    scale: Tensor | None
+    zero: Tensor | None
+    outer: Tensor | None
+    order: Tensor | None
+    bias: Tensor | None
     error: RoundingError | None  # set by `from_linear`; None for a module whose state was loaded
 
     def __init__(
@@ -154,7 +154,7 @@ class PackedLinear(nn.Module):
         return made
 
     @classmethod
-    def from_blocks(cls, rows: torch.Tensor, *, format: str) -> PackedLinear:
+    def from_blocks(cls, rows: Tensor, *, format: str) -> PackedLinear:
         """A layer without a bias of the blocks that a GGUF file holds; `.dequantize()` gives the file's values exactly.
 
         >>> PackedLinear.from_blocks(torch.zeros(48, 2 * 34, dtype=torch.uint8), format="q8_0").in_features
@@ -180,12 +180,12 @@ class PackedLinear(nn.Module):
     @classmethod
     def from_int4(
         cls,
-        numbers: torch.Tensor,
-        scale: torch.Tensor,
-        zero: torch.Tensor | None = None,
+        numbers: Tensor,
+        scale: Tensor,
+        zero: Tensor | None = None,
         *,
         group_size: int,
-        groups: torch.Tensor | None = None,
+        groups: Tensor | None = None,
     ) -> PackedLinear:
         """A layer without a bias of numbers from 0 to 15 that somebody else rounded: `w = (number - zero) scale`.
 
@@ -216,7 +216,7 @@ class PackedLinear(nn.Module):
         return made
 
     @classmethod
-    def from_int8(cls, numbers: torch.Tensor, scale: torch.Tensor, *, dynamic: bool = False) -> PackedLinear:
+    def from_int8(cls, numbers: Tensor, scale: Tensor, *, dynamic: bool = False) -> PackedLinear:
         """A layer without a bias of int8 numbers [N, K] that somebody else rounded, and float32 scales [N].
 
         >>> PackedLinear.from_int8(torch.zeros(48, 64).to(torch.int8), torch.ones(48)).format
@@ -233,7 +233,7 @@ class PackedLinear(nn.Module):
         return made
 
     @classmethod
-    def from_float8(cls, weight: torch.Tensor, scale: torch.Tensor) -> PackedLinear:
+    def from_float8(cls, weight: Tensor, scale: Tensor) -> PackedLinear:
         """A layer without a bias of a float8 weight and its scales, as DeepSeek-V3 was published: `w = weight scale`.
 
         >>> PackedLinear.from_float8(torch.zeros(200, 300).to(torch.float8_e4m3fn), torch.ones(2, 3)).format
@@ -262,7 +262,7 @@ class PackedLinear(nn.Module):
         return made
 
     @classmethod
-    def from_float4(cls, weight: torch.Tensor, scale: torch.Tensor) -> PackedLinear:
+    def from_float4(cls, weight: Tensor, scale: Tensor) -> PackedLinear:
         """A layer without a bias of mxfp4, as GPT-OSS was published: `w = weight 2^(scale - 127)`.
 
         >>> PackedLinear.from_float4(torch.zeros(48, 32).byte(), torch.zeros(48, 2).byte()).format
@@ -283,7 +283,7 @@ class PackedLinear(nn.Module):
         made.weight.copy_(pack_integers(torch.stack((weight & 15, weight >> 4), 2).flatten(1), "mxfp4"))
         return made
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         """`input @ w.T + bias`.
 
         Args:
@@ -300,8 +300,8 @@ class PackedLinear(nn.Module):
         except (AttributeError, IndexError, TypeError):  # no tensor, or a number
             fits = False
         if not fits:  # a packed weight may be padded: its shape alone does not say how many columns it has
-            got = tuple(input.shape) if isinstance(input, torch.Tensor) else type(input).__name__
-            raise (ValueError if isinstance(input, torch.Tensor) else TypeError)(
+            got = tuple(input.shape) if isinstance(input, Tensor) else type(input).__name__
+            raise (ValueError if isinstance(input, Tensor) else TypeError)(
                 f"packed_linear: input must be a tensor [..., {self.in_features}], got {got}"
             )
         if bias is not None and bias.dtype is not input.dtype and input.is_floating_point():
@@ -340,7 +340,7 @@ class PackedLinear(nn.Module):
         """Bits of one weight, scales aside."""
         return FORMATS[self.format].bits
 
-    def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The weight [N, K] that the packed one stands for."""
         weight = dequantize(
             *self.packed, format=self.format, k=self.in_features, group_size=self.group_size, dtype=dtype
@@ -356,7 +356,7 @@ class PackedLinear(nn.Module):
             f"bias={self.bias is not None}, format={self.format!r}{groups}"
         )
 
-    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> PackedLinear:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PackedLinear:
         """`.to`, `.half()`, `.cuda()`: a dtype is the bias's, never the weight's or the scales'."""
         before = {name: t for name, t in self._buffers.items() if t is not None and name != "bias"}
         super()._apply(fn, recurse)
@@ -430,10 +430,10 @@ class PackedExperts(PackedLinear):
     def __iter__(self) -> Iterator[PackedLinear]:
         return (self[expert] for expert in range(len(self)))
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         raise TypeError("PackedExperts: give it to opsmith.ops.experts, as gate_up or down")
 
-    def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The weights [E, N, K] that the packed ones stand for."""
         return torch.stack([layer.dequantize(dtype) for layer in self])
 
@@ -471,7 +471,7 @@ class PackedEmbedding(nn.Module):
             raise ValueError(f"PackedEmbedding: rows of {what} cannot be read alone; keep the nn.Embedding")
         self.table, self.factor, self.dtype = packed, factor, dtype
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         """The rows [..., K] of ids [...].
 
         Raises:
@@ -485,14 +485,14 @@ class PackedEmbedding(nn.Module):
         return f"factor={self.factor}, dtype={self.dtype}"
 
 
-def _numbers(numbers: torch.Tensor, dtype: torch.dtype) -> tuple[int, int]:
+def _numbers(numbers: Tensor, dtype: torch.dtype) -> tuple[int, int]:
     if numbers.dtype != dtype or numbers.dim() != 2:
         got = f"{short(numbers.dtype)} {list(numbers.shape)}"
         raise TypeError(f"{_NAME}: numbers must be {short(dtype)} [N, K], got {got}")
     return numbers.shape[0], numbers.shape[1]
 
 
-def _scales(name: str, t: torch.Tensor, shape: tuple[int, ...], *dtypes: torch.dtype) -> None:
+def _scales(name: str, t: Tensor, shape: tuple[int, ...], *dtypes: torch.dtype) -> None:
     if t.shape != shape or t.dtype not in dtypes:
         wanted = f"{' or '.join(map(short, dtypes))} {list(shape)}"
         raise ValueError(f"{_NAME}: {name} must be {wanted}, got {short(t.dtype)} {list(t.shape)}")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from opsmith.kernels.triton import INTERPRETED
 from opsmith.kernels.triton.common import (
@@ -244,17 +245,17 @@ def _multiply(
 
 
 def packed_linear(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    scale: torch.Tensor | None,
-    zero: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    outer: torch.Tensor | None,
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor | None,
+    zero: Tensor | None,
+    bias: Tensor | None,
+    outer: Tensor | None,
     bits: int,
     group: int,
     scales: int,
     *,
-    y: torch.Tensor,
+    y: Tensor,
 ) -> None:
     if not y.numel():
         return

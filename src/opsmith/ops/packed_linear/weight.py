@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from opsmith.call.layouts import in_huge_pages
 from opsmith.ops.packed_linear.formats import BLOCK, FORMATS, SUPER, Scales
@@ -33,7 +34,7 @@ _AT_ONCE = 1 << 21  # numbers that are rounded at a time
 _AT_ONCE_BY_COLUMNS = 1 << 24  # the same, where each column is a step of its own
 
 # Weight, scale, zero, outer.
-Packed = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
+Packed = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
 
 
 def packed_shape(format: str, n: int, k: int) -> tuple[int, ...]:
@@ -43,7 +44,7 @@ def packed_shape(format: str, n: int, k: int) -> tuple[int, ...]:
     return (-(-n // _LEAST) * _LEAST, width * FORMATS[format].bits // 8)
 
 
-def _turn(rows: torch.Tensor, panel: int, unit: int, *, back: bool = False) -> torch.Tensor:
+def _turn(rows: Tensor, panel: int, unit: int, *, back: bool = False) -> Tensor:
     """Rows [n, width] into panels of so many, and one of what is left; or back.
 
     In a panel, one unit of each of its rows is followed by the next unit of each.
@@ -58,7 +59,7 @@ def _turn(rows: torch.Tensor, panel: int, unit: int, *, back: bool = False) -> t
     return torch.cat(found) if found else rows
 
 
-def pack_integers(q: torch.Tensor, format: str) -> torch.Tensor:
+def pack_integers(q: Tensor, format: str) -> Tensor:
     """Numbers [n, k], uint8, as packed bytes."""
     n, k = q.shape
     rows, width = packed_shape("int8", n, k)
@@ -69,12 +70,12 @@ def pack_integers(q: torch.Tensor, format: str) -> torch.Tensor:
     return _turn(q, _PANEL, _UNIT)
 
 
-def unpack_integers(packed: torch.Tensor, format: str, n: int, k: int) -> torch.Tensor:
+def unpack_integers(packed: Tensor, format: str, n: int, k: int) -> Tensor:
     """The numbers [n, k], uint8, of packed bytes."""
     return _numbers(_turn(packed, _PANEL, _UNIT, back=True), format)[:n, :k]
 
 
-def _numbers(rows: torch.Tensor, format: str) -> torch.Tensor:
+def _numbers(rows: Tensor, format: str) -> Tensor:
     """Rows of bytes as the numbers in them."""
     if FORMATS[format].bits == 8:
         return rows
@@ -82,21 +83,21 @@ def _numbers(rows: torch.Tensor, format: str) -> torch.Tensor:
     return torch.stack((words & 15, words >> 4), 2).flatten(1)
 
 
-def rows_of(packed: Packed, ids: torch.Tensor, format: str, k: int, group_size: int) -> torch.Tensor:
+def rows_of(packed: Packed, ids: Tensor, format: str, k: int, group_size: int) -> Tensor:
     """The rows [*ids, k] of a packed weight of bytes or nibbles, in float32; numbers without a row are refused."""
     return torch.ops.opsmith.packed_rows.default(ids, *packed, format, k, group_size)  # type: ignore[no-any-return]
 
 
 def _rows(
-    ids: torch.Tensor,
-    weight: torch.Tensor,
-    scale: torch.Tensor,
-    zero: torch.Tensor | None,
-    outer: torch.Tensor | None,
+    ids: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    zero: Tensor | None,
+    outer: Tensor | None,
     format: str,
     k: int,
     group_size: int,
-) -> torch.Tensor:
+) -> Tensor:
     rows = ids.flatten()
     # This refuses them, where an index counts from the end.
     own = scale.index_select(-1, rows)
@@ -127,26 +128,26 @@ torch.library.register_fake(
 )
 
 
-def pack_pairs(weight: torch.Tensor) -> torch.Tensor:
+def pack_pairs(weight: Tensor) -> Tensor:
     """A bfloat16 weight [n, k] as `linear` packs it."""
     rows = F.pad(weight, (0, weight.shape[1] % 2)).contiguous()
     return _turn(rows.view(torch.int32), _PAIRS, 1).view(torch.bfloat16)[None]
 
 
-def unpack_pairs(packed: torch.Tensor, k: int) -> torch.Tensor:
+def unpack_pairs(packed: Tensor, k: int) -> Tensor:
     """The weight [n, k] of one that `linear` packed in pairs."""
     return _turn(packed[0], _PAIRS, 2, back=True)[:, :k]
 
 
 def in_parts(
-    weight: torch.Tensor,
-    scale: torch.Tensor | None,
-    zero: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    outer: torch.Tensor | None,
+    weight: Tensor,
+    scale: Tensor | None,
+    zero: Tensor | None,
+    bias: Tensor | None,
+    outer: Tensor | None,
     *,
     k: int,
-) -> Iterator[tuple[slice, tuple[torch.Tensor | None, ...]]]:
+) -> Iterator[tuple[slice, tuple[Tensor | None, ...]]]:
     """Columns of a layer's result, and the parts of its packed tensors that make them: to unpack some at a time."""
     axis = weight.dim() - 2
     n = weight.shape[axis] if scale is None else scale.shape[-1]
@@ -159,16 +160,16 @@ def in_parts(
 
 
 def dequantize(
-    weight: torch.Tensor,
-    scale: torch.Tensor | None,
-    zero: torch.Tensor | None,
-    outer: torch.Tensor | None,
+    weight: Tensor,
+    scale: Tensor | None,
+    zero: Tensor | None,
+    outer: Tensor | None,
     *,
     format: str,
     k: int,
     group_size: int,
     dtype: torch.dtype,
-) -> torch.Tensor:
+) -> Tensor:
     """The weight [n, k] that a packed one stands for.
 
     Of whole numbers and float16 all products are exact in float32, so that what a GGUF file says comes out to the bit.
@@ -181,15 +182,15 @@ def dequantize(
 
 
 def values(
-    q: torch.Tensor,
-    scale: torch.Tensor,
-    zero: torch.Tensor | None,
-    outer: torch.Tensor | None,
+    q: Tensor,
+    scale: Tensor,
+    zero: Tensor | None,
+    outer: Tensor | None,
     *,
     format: str,
     group_size: int,
     dtype: torch.dtype,
-) -> torch.Tensor:
+) -> Tensor:
     """What numbers [n, k] stand for, as they are stored."""
     k, middle = q.shape[1], 1 << FORMATS[format].bits - 1
     if FORMATS[format].scales is Scales.FLOAT4:
@@ -212,12 +213,12 @@ def values(
     return (numbers * steps - _spread(zero.float() * least[0], group_size, k)).to(dtype)
 
 
-def _spread(groups: torch.Tensor, group_size: int, k: int) -> torch.Tensor:
+def _spread(groups: Tensor, group_size: int, k: int) -> Tensor:
     """One number for each group [groups, n] as one for each weight [n, k]."""
     return groups.t().repeat_interleave(group_size, 1)[:, :k]
 
 
-def _grid(blocks: torch.Tensor, symmetric: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def _grid(blocks: Tensor, symmetric: bool) -> tuple[Tensor, Tensor]:
     """Scales, as bfloat16 holds them, and middles [rows, groups] for weights [rows, groups, group].
 
     The steps reach from a group's least number to its largest (asymmetric), or, with 8 in the middle, either over both
@@ -240,8 +241,8 @@ def _grid(blocks: torch.Tensor, symmetric: bool) -> tuple[torch.Tensor, torch.Te
 
 
 def round_groups(
-    part: torch.Tensor, group_size: int, symmetric: bool, inputs: Inputs | None = None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    part: Tensor, group_size: int, symmetric: bool, inputs: Inputs | None = None
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """Rows rounded to 0..15 by groups: the numbers, scales [groups, rows] in bfloat16, and zeros where asymmetric.
 
     Numbers are rounded with the scale as it is stored, so that rounding the scale itself costs next to nothing. Each
@@ -259,7 +260,7 @@ def round_groups(
     return q.to(torch.uint8), scale.t().to(torch.bfloat16).contiguous(), zero
 
 
-def round_to_float8(part: torch.Tensor, group_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+def round_to_float8(part: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
     """Rows as bytes of e4m3 floats, and their scales: of each row, or of blocks of as many rows as a group has numbers.
 
     The largest magnitude that shares a scale becomes the largest that the format has.
@@ -278,7 +279,7 @@ def round_to_float8(part: torch.Tensor, group_size: int) -> tuple[torch.Tensor, 
     return q.view(torch.uint8), scale
 
 
-def round_to_float4(part: torch.Tensor, group_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+def round_to_float4(part: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
     """Rows as floats of four bits, one in each byte, and their scales: 127 more than an exponent, of each group.
 
     The largest magnitude of a group gets the largest exponent that the format has.
@@ -292,12 +293,12 @@ def round_to_float4(part: torch.Tensor, group_size: int) -> tuple[torch.Tensor, 
     return q.to(torch.uint8), (exponent + 127).t().to(torch.uint8).contiguous()
 
 
-def _largest(numbers: torch.Tensor, dim: int | tuple[int, ...]) -> torch.Tensor:
+def _largest(numbers: Tensor, dim: int | tuple[int, ...]) -> Tensor:
     """The largest magnitudes, none so small that a scale made of it would be zero."""
     return numbers.abs().amax(dim).clamp_(min=TINY * 1024)
 
 
-def _stored(scale: torch.Tensor) -> torch.Tensor:
+def _stored(scale: Tensor) -> Tensor:
     """Scales as bfloat16 holds them, never zero."""
     scale = scale.to(torch.bfloat16).float()
     return torch.where(scale.abs() < TINY, TINY, scale)
@@ -308,7 +309,7 @@ def empty(
 ) -> Packed:
     """Memory, zeros, for a packed weight [n, k]."""
 
-    def zeros(dtype: torch.dtype, *shape: int) -> torch.Tensor:
+    def zeros(dtype: torch.dtype, *shape: int) -> Tensor:
         return torch.zeros(shape, dtype=dtype, device=device)
 
     how = FORMATS[format]
@@ -331,7 +332,7 @@ def empty(
     )
 
 
-def keep_blocks(rows: torch.Tensor, format: str, to: Packed) -> None:
+def keep_blocks(rows: Tensor, format: str, to: Packed) -> None:
     """Keep what a file's blocks hold as a packed weight, some rows at a time.
 
     Raises:
@@ -346,14 +347,14 @@ def keep_blocks(rows: torch.Tensor, format: str, to: Packed) -> None:
         _keep(kept, slice(first, first + step), to[1:])
 
 
-def _keep(scales: Sequence[torch.Tensor | None], here: slice, to: Sequence[torch.Tensor | None]) -> None:
+def _keep(scales: Sequence[Tensor | None], here: slice, to: Sequence[Tensor | None]) -> None:
     for t, some in zip(to, scales, strict=True):
         if t is not None and some is not None:
             t[..., here] = some
 
 
 def quantize(
-    weight: torch.Tensor, format: str, group_size: int, to: Packed, inputs: Inputs | None = None
+    weight: Tensor, format: str, group_size: int, to: Packed, inputs: Inputs | None = None
 ) -> RoundingError:
     """Round a weight [n, k] into its packed form; of int4 to groups around their zeros where there is memory for these,
     and for the inputs that are given.
@@ -364,7 +365,7 @@ def quantize(
     k, (packed, scale, zero, _) = weight.shape[1], to
     changed, results = 0.0, 0.0  # of the results, squared
 
-    def keep(here: slice, part: torch.Tensor) -> torch.Tensor:
+    def keep(here: slice, part: Tensor) -> Tensor:
         nonlocal changed, results
         if scale is None:
             half = part.to(torch.bfloat16)

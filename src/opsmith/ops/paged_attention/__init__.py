@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from opsmith.call.arguments import check_fit, check_number
 from opsmith.call.dispatch import compiling
@@ -21,7 +22,7 @@ from opsmith.ops.paged_attention.samples import cost, promised, samples, step_co
 from opsmith.ops.pages import caches, check_pages
 
 _OP = "paged_attention"
-Maybe = torch.Tensor | None
+Maybe = Tensor | None
 
 SIGNATURE = Signature(
     "paged_attention",
@@ -38,21 +39,21 @@ SIGNATURE = Signature(
 
 
 def paged_attention(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    block_tables: torch.Tensor,
-    seq_lens: torch.Tensor,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
     *,
     scale: float | None = None,
     window: int | None = None,
     softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
-    alibi: torch.Tensor | None = None,
-    k_scale: torch.Tensor | None = None,
-    v_scale: torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
+    sinks: Tensor | None = None,
+    alibi: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
     """Attend from the last token of each sequence, or its last few, to all keys that a cache in blocks holds of it.
 
     `y = softmax(scale * q @ k.T) @ v`, key j of a sequence being row `j % block_size` of the block
@@ -96,12 +97,12 @@ def paged_attention(
 
 
 def _padded(
-    attend: Callable[..., torch.Tensor],
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    block_tables: torch.Tensor,
-    seq_lens: torch.Tensor,
+    attend: Callable[..., Tensor],
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
     k_scale: Maybe,
     v_scale: Maybe,
     sinks: Maybe,
@@ -109,7 +110,7 @@ def _padded(
     scale: float | None,
     window: int,
     softcap: float,
-) -> torch.Tensor:
+) -> Tensor:
     """Attention on the blocks gathered to padded keys and values, under a mask: what PyTorch offers."""
     new = q.unsqueeze(1) if q.dim() == 3 else q  # [B, L, H, D]
     distances = _distances(new, k_cache, block_tables, seq_lens)  # [B, L, S]
@@ -127,9 +128,7 @@ def _padded(
     return y.squeeze(1) if q.dim() == 3 else y
 
 
-def _distances(
-    new: torch.Tensor, k_cache: torch.Tensor, block_tables: torch.Tensor, seq_lens: torch.Tensor
-) -> torch.Tensor:
+def _distances(new: Tensor, k_cache: Tensor, block_tables: Tensor, seq_lens: Tensor) -> Tensor:
     """[B, L, S]: how far behind a query's position a key of the blocks in its row of the table stands."""
     queries, size = new.shape[1], k_cache.shape[1]
     keys = torch.arange(block_tables.shape[1] * size, device=new.device)
@@ -139,13 +138,13 @@ def _distances(
 
 def _gathered(
     dtype: torch.dtype,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    block_tables: torch.Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables: Tensor,
     k_scale: Maybe,
     v_scale: Maybe,
-    seen: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    seen: Tensor,
+) -> tuple[Tensor, Tensor]:
     """Keys and values [B, S, Hkv, D] in q's dtype, zeros where nobody sees them."""
     used = seen.any(1)  # [B, S]
     size = k_cache.shape[1]
@@ -190,7 +189,7 @@ class _Paged(Attend):
             return "the kernels take scales in float32"
         return super().supported(values, *more)
 
-    def taken(self, of: Any, t: torch.Tensor | None) -> torch.Tensor | None:
+    def taken(self, of: Any, t: Tensor | None) -> Tensor | None:
         return dense_rows(t) if t is not None and of.name in ("q", "k_cache", "v_cache") else t
 
 

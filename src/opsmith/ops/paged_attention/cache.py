@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from opsmith.call.arguments import check_fit
 from opsmith.call.dispatch import compiling, kernels, native
@@ -19,18 +20,18 @@ from opsmith.ops.pages import caches, check_slots
 
 _OP = "reshape_and_cache"
 LEAST = 1e-30  # a row whose numbers are all below this is rounded to zeros, as its inverse may be no float32
-Results = tuple[torch.Tensor, ...]
+Results = tuple[Tensor, ...]
 
 
 def reshape_and_cache(
-    k: torch.Tensor,
-    v: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
     *,
-    k_scale: torch.Tensor | None = None,
-    v_scale: torch.Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> None:
     """Write the keys and values of new tokens to their slots of the caches; slot -1 is skipped.
 
@@ -70,7 +71,7 @@ def reshape_and_cache(
     write(k.detach(), v.detach(), k_cache, v_cache, slot_mapping, k_scale, v_scale)
 
 
-def _dense(*caches: torch.Tensor) -> bool:
+def _dense(*caches: Tensor) -> bool:
     return all(t.stride(-1) == 1 or t.shape[-1] < 2 or not t.numel() for t in caches)
 
 
@@ -85,7 +86,7 @@ def _check(k: Any, v: Any, k_cache: Any, v_cache: Any, slots: Any, k_scale: Any,
         check_slots(_OP, slots, *k_cache.shape[:2])
 
 
-def _reference(k: torch.Tensor, v: torch.Tensor, *rest: Any) -> None:
+def _reference(k: Tensor, v: Tensor, *rest: Any) -> None:
     """The definition, in plain PyTorch."""
     k_cache, v_cache, slots, k_scale, v_scale = rest
     size = k_cache.shape[1]
@@ -114,14 +115,14 @@ def _reference(k: torch.Tensor, v: torch.Tensor, *rest: Any) -> None:
             held.index_put_((first // size, first % size), torch.where(mine, new, there))
 
 
-def _supports(k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor, **options: Any) -> bool | str:
+def _supports(k: Tensor, v: Tensor, slots: Tensor, **options: Any) -> bool | str:
     scale = options.get("k_scale")
     if scale is not None and scale.dtype == torch.float64:
         return "the kernels write scales in float32"
     return native(k, _OP)
 
 
-def _native(k: torch.Tensor, v: torch.Tensor, *rest: Any) -> None:
+def _native(k: Tensor, v: Tensor, *rest: Any) -> None:
     """The kernel."""
     k_cache, v_cache, slots, k_scale, v_scale = rest
     caches = {"k_cache": k_cache, "v_cache": v_cache, "k_scale": k_scale, "v_scale": v_scale}
@@ -129,9 +130,9 @@ def _native(k: torch.Tensor, v: torch.Tensor, *rest: Any) -> None:
 
 
 def cache_form(
-    k: torch.Tensor,
-    v: torch.Tensor,
-    slot_mapping: torch.Tensor,
+    k: Tensor,
+    v: Tensor,
+    slot_mapping: Tensor,
     *,
     blocks: int,
     block_size: int,
@@ -158,13 +159,7 @@ def cache_form(
 
 
 def _cost(
-    k: torch.Tensor,
-    v: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    *,
-    blocks: int,
-    block_size: int,
-    int8: bool = False,
+    k: Tensor, v: Tensor, slot_mapping: Tensor, *, blocks: int, block_size: int, int8: bool = False
 ) -> Cost:
     heads, row = k.shape[1], k.shape[2] + v.shape[2]
     slots = blocks * block_size * heads  # this form makes its caches
@@ -173,16 +168,14 @@ def _cost(
     return Cost(3.0 * k.shape[0] * heads * row if int8 else 0.0, read + slots * held)
 
 
-def _entry_cost(
-    k: torch.Tensor, v: torch.Tensor, slot_mapping: torch.Tensor, k_cache: torch.Tensor, **rest: Any
-) -> Cost:
+def _entry_cost(k: Tensor, v: Tensor, slot_mapping: Tensor, k_cache: Tensor, **rest: Any) -> Cost:
     """Of a call of the dispatcher's entry: rows read and written; of the caches only the slots of these tokens."""
     elements, held = k.numel() + v.numel(), k_cache.element_size()
     scales = 0 if rest["k_scale"] is None else 8 * k.numel() // max(k.shape[-1], 1)
     return Cost(3.0 * elements if scales else 0.0, nbytes(k, v, slot_mapping) + elements * held + scales)
 
 
-def _slots(make: Make, tokens: int, end: int, skip: bool = True) -> torch.Tensor:
+def _slots(make: Make, tokens: int, end: int, skip: bool = True) -> Tensor:
     """Different slots in no order; some tokens have none."""
     slots = make.ids(end, high=1 << 30).argsort()[:tokens]
     if skip:
@@ -214,7 +207,7 @@ def _workloads(make: Make) -> Iterator[Sample]:
         )
 
 
-def _promised(k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor, **options: Any) -> bool:
+def _promised(k: Tensor, v: Tensor, slots: Tensor, **options: Any) -> bool:
     """Finite calls in which no two tokens share a slot."""
     kept = slots[slots >= 0]
     return bool(k.isfinite().all()) and bool(v.isfinite().all()) and kept.unique().numel() == kept.numel()

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from opsmith.call.layouts import nbytes
@@ -17,16 +18,16 @@ from opsmith.ops.pages import has_values
 
 
 def cost(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    block_tables: torch.Tensor,
-    seq_lens: torch.Tensor,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
     *,
     window: int | None = None,
-    sinks: torch.Tensor | None = None,
-    alibi: torch.Tensor | None = None,
-    k_scale: torch.Tensor | None = None,
+    sinks: Tensor | None = None,
+    alibi: Tensor | None = None,
+    k_scale: Tensor | None = None,
     **rest: Any,
 ) -> Cost:
     """Each key and value that a query sees is read once, for all heads that share it.
@@ -52,30 +53,26 @@ def cost(
     return Cost(2.0 * heads * pairs * dims, moved)
 
 
-def step_cost(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slot_mapping: torch.Tensor, **on: Any
-) -> Cost:
+def step_cost(q: Tensor, k: Tensor, v: Tensor, slot_mapping: Tensor, **on: Any) -> Cost:
     """Of a layer's step: attention of q [B, H, L, D], and new rows read and written."""
     attended = cost(q.transpose(1, 2), **on)
     rows = (k.numel() + v.numel()) * on["k_cache"].element_size()
     return replace(attended, min_bytes=attended.min_bytes + nbytes(k, v, slot_mapping) + rows)
 
 
-def rows_of_tables(block_tables: torch.Tensor, block_size: int) -> int:
+def rows_of_tables(block_tables: Tensor, block_size: int) -> int:
     """The rows that tables stand for, where lengths are not known: every block but the last is full, that has one."""
     sequences, columns = block_tables.shape
     return sequences * (max(columns - 1, 0) * block_size + min(columns, 1))
 
 
-def promised(
-    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, *args: Any, **options: Any
-) -> bool:
+def promised(q: Tensor, k_cache: Tensor, v_cache: Tensor, *args: Any, **options: Any) -> bool:
     """Finite calls: the NaN of a key that one query sees may reach another one that does not."""
     given = (q, k_cache, v_cache, *(options.get(name) for name in ("k_scale", "v_scale")))
     return all(bool(t.isfinite().all()) for t in given if t is not None)
 
 
-def _numbers(values: Any, make: Make, dtype: torch.dtype) -> torch.Tensor:
+def _numbers(values: Any, make: Make, dtype: torch.dtype) -> Tensor:
     # Costs are also counted where tensors are fake, without values: tables and lengths keep theirs.
     with _disable_current_modes():
         return torch.as_tensor(values, dtype=dtype).to(make.device)
@@ -101,7 +98,7 @@ def _call(
     dv: int | None = None,
     new: int = 0,
     ids: torch.dtype = torch.int32,
-) -> tuple[torch.Tensor, ...]:
+) -> tuple[Tensor, ...]:
     blocks = sum(-(-n // size) for n in lengths) + 1
     q = make(len(lengths), *((new,) if new else ()), h, d)
     caches = make(blocks, size, hkv, d), make(blocks, size, hkv, dv or d)
@@ -111,7 +108,7 @@ def _call(
 def samples(make: Make) -> Iterator[Sample]:
     call = partial(_call, make)
 
-    def int8(args: tuple[torch.Tensor, ...]) -> tuple[tuple[torch.Tensor, ...], dict[str, Any]]:
+    def int8(args: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
         q, k, v, *rest = args
         bytes_ = [make.ids(*t.shape, high=255).sub_(127).to(torch.int8) for t in (k, v)]
         scales = [

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from opsmith.kernels.triton import INTERPRETED
 from opsmith.kernels.triton.common import (
@@ -128,20 +129,20 @@ def _merge(
 
 
 def paged_attention(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    block_tables: torch.Tensor,
-    seq_lens: torch.Tensor,
-    k_scale: torch.Tensor | None,
-    v_scale: torch.Tensor | None,
-    sinks: torch.Tensor | None,
-    alibi: torch.Tensor | None,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    sinks: Tensor | None,
+    alibi: Tensor | None,
     scale: float | None,
     window: int,
     softcap: float,
     *,
-    y: torch.Tensor,
+    y: Tensor,
 ) -> None:
     if q.dim() == 3:
         q, y = q.unsqueeze(1), y.unsqueeze(1)
@@ -219,14 +220,14 @@ def _write(
 
 
 def reshape_and_cache(
-    k: torch.Tensor,
-    v: torch.Tensor,
-    slot_mapping: torch.Tensor,
+    k: Tensor,
+    v: Tensor,
+    slot_mapping: Tensor,
     *,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    k_scale: torch.Tensor | None = None,
-    v_scale: torch.Tensor | None = None,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> None:
     tokens, heads = k.shape[:2]
     blocks, size = k_cache.shape[:2]

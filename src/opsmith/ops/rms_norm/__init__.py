@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from opsmith.call.dispatch import compiling
 from opsmith.call.layouts import nbytes
@@ -14,7 +15,7 @@ from opsmith.call.run import Call, declare
 from opsmith.call.signature import Dtype, Gradient, Input, Kept, Made, Number, Output, Saved, Signature, Slope
 from opsmith.operator import Cost, Kind, Make, Pattern, Sample
 
-Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]  # y, or (y, x + residual)
+Result = Tensor | tuple[Tensor, Tensor]  # y, or (y, x + residual)
 
 SIGNATURE = Signature(
     "rms_norm",
@@ -41,11 +42,11 @@ SIGNATURE = Signature(
 
 
 def rms_norm(
-    x: torch.Tensor,
-    weight: torch.Tensor | None = None,
+    x: Tensor,
+    weight: Tensor | None = None,
     eps: float = 1e-6,
     *,
-    residual: torch.Tensor | None = None,
+    residual: Tensor | None = None,
     weight_offset: float = 0.0,
     round_before_weight: bool = False,
     out: Result | None = None,
@@ -85,9 +86,9 @@ def rms_norm(
 
 
 def definition(
-    x: torch.Tensor,
-    residual: torch.Tensor | None,
-    weight: torch.Tensor | None,
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
     eps: float,
     weight_offset: float,
     round_before_weight: bool,
@@ -119,7 +120,7 @@ def eager(*given: Any) -> Result:
 _CALL = Call(SIGNATURE, rms_norm, definition, eager=eager)
 
 
-def _cost(x: torch.Tensor, weight: Any = None, eps: float = 0.0, *, residual: Any = None, **_: Any) -> Cost:
+def _cost(x: Tensor, weight: Any = None, eps: float = 0.0, *, residual: Any = None, **_: Any) -> Cost:
     tensors = 2 if residual is None else 4
     return Cost(4.0 * x.numel(), tensors * x.numel() * x.element_size() + nbytes(weight))
 
@@ -152,18 +153,18 @@ def _workloads(make: Make) -> Iterator[Sample]:
     yield Sample("1x4096", (make(1, 4096), make(4096)))
 
 
-def _t5(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def _t5(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     variance = x.to(torch.float32).pow(2).mean(-1, keepdim=True)
     return weight * (x * torch.rsqrt(variance + eps))
 
 
-def _llama(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def _llama(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     h = x.to(torch.float32)
     h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + eps)
     return weight * h.to(x.dtype)
 
 
-def _gemma(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def _gemma(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     h = x.float()
     h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + eps)
     return (h * (1.0 + weight.float())).type_as(x)

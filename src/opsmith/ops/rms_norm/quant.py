@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from opsmith.call.arguments import check_number
 from opsmith.call.dispatch import compiling
@@ -28,17 +29,17 @@ SIGNATURE = Signature(
     ),
     (Output("q", "... N", torch.int8), Output("s", "...", torch.float32, unless="scale")),
 )
-Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+Result = Tensor | tuple[Tensor, Tensor]
 
 
 def rms_norm_quant(
-    x: torch.Tensor,
-    weight: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
     eps: float = 1e-6,
     *,
-    scale: torch.Tensor | float | None = None,
-    offset: torch.Tensor | float | None = None,
+    scale: Tensor | float | None = None,
+    offset: Tensor | float | None = None,
 ) -> Result:
     """Normalize the last dimension by its root mean square and quantize it to int8, in one pass.
 
@@ -93,7 +94,7 @@ class _Quantized(Call):
         for name, value in (("scale", scale), ("offset", offset)):
             if value is not None:
                 check_number(self.op, name, value)
-            if isinstance(value, torch.Tensor) and value.numel() != 1:
+            if isinstance(value, Tensor) and value.numel() != 1:
                 raise ValueError(f"{self.op}: {name} must be one number, got shape {tuple(value.shape)}")
 
     def native(self, backend: str, values: Sequence[Any], out: Any = None) -> Any:
@@ -101,32 +102,30 @@ class _Quantized(Call):
         return super().native(backend, (x, *more, _scalar(scale, x), _scalar(offset, x)), out)
 
 
-def _scalar(value: torch.Tensor | float | None, x: torch.Tensor) -> torch.Tensor | None:
-    if isinstance(value, torch.Tensor):
+def _scalar(value: Tensor | float | None, x: Tensor) -> Tensor | None:
+    if isinstance(value, Tensor):
         return value.reshape(()).to(device=x.device, dtype=torch.float32)
     return None if value is None else torch.tensor(value, dtype=torch.float32, device=x.device)
 
 
-def wide(t: torch.Tensor) -> torch.Tensor:
+def wide(t: Tensor) -> Tensor:
     """In float32, which is what is computed in; float64 stays."""
     return t if t.dtype == torch.float64 else t.float()
 
 
-def q8(v: torch.Tensor) -> torch.Tensor:
+def q8(v: Tensor) -> Tensor:
     """`rint(clamp(v, -128, 127))`, half to even; the integers are still in floating point."""
     return v.clamp(-128, 127).round()
 
 
-def quantize_rows(y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_rows(y: Tensor) -> tuple[Tensor, Tensor]:
     """Each row's integers, in floating point, and `s = max|y| / 127` [..., 1]; zeros where s is 0 or not finite."""
     s = y.abs().amax(-1, keepdim=True) / 127 if y.shape[-1] else y.new_zeros((*y.shape[:-1], 1))
     there = (s > 0) & (s < math.inf)
     return torch.where(there, q8(y / torch.where(there, s, 1.0)), 0.0), s
 
 
-def normalize(
-    x: torch.Tensor, gamma: torch.Tensor | None, beta: torch.Tensor | None = None, eps: float = 1e-6
-) -> torch.Tensor:
+def normalize(x: Tensor, gamma: Tensor | None, beta: Tensor | None = None, eps: float = 1e-6) -> Tensor:
     """RMSNorm in float32 (float64), unrounded; no gamma: x is normalized already."""
     y = wide(x)
     if gamma is None:
@@ -135,7 +134,7 @@ def normalize(
     return y if beta is None else y + beta.to(y.dtype)
 
 
-def definition(x: torch.Tensor, weight: Any, bias: Any, eps: float, scale: Any, offset: Any) -> Result:
+def definition(x: Tensor, weight: Any, bias: Any, eps: float, scale: Any, offset: Any) -> Result:
     """The definition, in plain PyTorch."""
     y = normalize(x, weight, bias, eps)
     if scale is None:
@@ -151,7 +150,7 @@ _CALL = _Quantized(SIGNATURE, rms_norm_quant, definition)
 
 
 def _cost(
-    x: torch.Tensor, weight: Any = None, bias: Any = None, eps: float = 0.0, *, scale: Any = None, **_: Any
+    x: Tensor, weight: Any = None, bias: Any = None, eps: float = 0.0, *, scale: Any = None, **_: Any
 ) -> Cost:
     rows = x.numel() // x.shape[-1] if x.numel() else x.shape[:-1].numel()
     scales = 4 * rows if scale is None else 0
@@ -159,7 +158,7 @@ def _cost(
 
 
 def _samples(make: Make) -> Iterator[Sample]:
-    def scalar(value: float) -> torch.Tensor:
+    def scalar(value: float) -> Tensor:
         return torch.tensor(value, dtype=torch.float32, device=make.device)
 
     for rows, n in ((1, 1), (1, 384), (9, 7), (17, 33), (5, 4097)):
@@ -184,8 +183,8 @@ def _workloads(make: Make) -> Iterator[Sample]:
     yield Sample("1x7168", (make(1, 7168), make(7168)))
 
 
-def _promised(x: torch.Tensor, *given: Any, scale: Any = None, **more: Any) -> bool:
-    tensors = (t for t in (x, *given, scale, *more.values()) if isinstance(t, torch.Tensor))
+def _promised(x: Tensor, *given: Any, scale: Any = None, **more: Any) -> bool:
+    tensors = (t for t in (x, *given, scale, *more.values()) if isinstance(t, Tensor))
     finite = all(bool(t.isfinite().all()) for t in tensors)
     if not finite or scale is not None:
         return finite and float(scale) != 0.0
@@ -205,7 +204,7 @@ class Steps(Tolerance):
 
     of_scale: float = 0.0
 
-    def check(self, got: torch.Tensor, eager: torch.Tensor, exact: torch.Tensor) -> Verdict:
+    def check(self, got: Tensor, eager: Tensor, exact: Tensor) -> Verdict:
         if got.shape != exact.shape:
             return super().check(got, eager, exact)
         if got.dtype == torch.int8:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from opsmith.kernels.triton.common import in_registers, inner, launch, nearest, rounded, steps
 
@@ -116,14 +117,14 @@ def norm_kernel(x, gamma, beta, y, s, scale, offset, n, eps, xs, ys, BLOCK: tl.c
 
 
 def normalize(
-    x: torch.Tensor,
-    gamma: torch.Tensor | None,
-    beta: torch.Tensor | None,
+    x: Tensor,
+    gamma: Tensor | None,
+    beta: Tensor | None,
     eps: float,
-    y: torch.Tensor,
-    s: torch.Tensor | None,
-    scale: torch.Tensor | None,
-    offset: torch.Tensor | None,
+    y: Tensor,
+    s: Tensor | None,
+    scale: Tensor | None,
+    offset: Tensor | None,
     form: int,
 ) -> None:
     n = x.shape[1]

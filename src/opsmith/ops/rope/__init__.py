@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from opsmith.call.dispatch import compiling, needs_grad
 from opsmith.call.layouts import fresh_as
@@ -56,15 +57,15 @@ SIGNATURE_QK = Signature(
 
 
 def rope(
-    x: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
     *,
     interleaved: bool = False,
-    positions: torch.Tensor | None = None,
+    positions: Tensor | None = None,
     rotary_dim: int | None = None,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
+    out: Tensor | None = None,
+) -> Tensor:
     """Rotate pairs of a head's dimensions by the angles of the token's position; one pass over memory.
 
     `(y1, y2) = (x1 cos - x2 sin, x2 cos + x1 sin)` for every pair `(x1, x2)`: dimensions `i` and `i + R/2` of the
@@ -100,13 +101,13 @@ def rope(
 
 
 def rope_qk(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
+    q: Tensor,
+    k: Tensor,
+    cos: Tensor,
+    sin: Tensor,
     *,
     interleaved: bool = False,
-    positions: torch.Tensor | None = None,
+    positions: Tensor | None = None,
     rotary_dim: int | None = None,
     out: Pair | None = None,
 ) -> Pair:
@@ -149,14 +150,8 @@ def fits(dims: int, cos: Any, positions: Any) -> bool:
 
 
 def definition(
-    x: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    positions: Any,
-    dims: int,
-    interleaved: bool,
-    *_: Any,
-) -> torch.Tensor:
+    x: Tensor, cos: Tensor, sin: Tensor, positions: Any, dims: int, interleaved: bool, *_: Any
+) -> Tensor:
     """The definition, in plain PyTorch: `x cos + rotated(x) sin`, as models write it."""
     c = _spread(cos, x, positions, dims, interleaved)
     s = _spread(sin, x, positions, dims, interleaved)
@@ -169,14 +164,12 @@ def definition(
     return torch.cat((y, rest), dim=-1) if dims < x.shape[-1] else y
 
 
-def definition_qk(q: torch.Tensor, k: torch.Tensor, *rest: Any) -> Pair:
+def definition_qk(q: Tensor, k: Tensor, *rest: Any) -> Pair:
     """The definition, in plain PyTorch."""
     return definition(q, *rest), definition(k, *rest)
 
 
-def _spread(
-    table: torch.Tensor, x: torch.Tensor, positions: torch.Tensor | None, dims: int, interleaved: bool
-) -> torch.Tensor:
+def _spread(table: Tensor, x: Tensor, positions: Tensor | None, dims: int, interleaved: bool) -> Tensor:
     """A cosine or sine for every element that is rotated, broadcast over heads."""
     tokens = x.shape[0] if x.dim() == 3 else x.shape[2]
     if positions is None:
@@ -191,7 +184,7 @@ def _spread(
     return wide.unsqueeze(-3)
 
 
-def _gather(table: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+def _gather(table: Tensor, positions: Tensor) -> Tensor:
     if torch.compiler.is_compiling():
         return F.embedding(positions, table)
     try:
@@ -232,8 +225,8 @@ class Rotation(Call):
         name_bad_position(positions, cos, self.op)
 
     def fresh(
-        self, like: torch.Tensor, shape: Sequence[int] | None = None, dtype: torch.dtype | None = None
-    ) -> torch.Tensor:
+        self, like: Tensor, shape: Sequence[int] | None = None, dtype: torch.dtype | None = None
+    ) -> Tensor:
         return fresh_as(like)
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from opsmith.call.arguments import check_fit, check_float, check_number, one_of, short
 
-Pair = tuple[torch.Tensor, torch.Tensor]
+Pair = tuple[Tensor, Tensor]
 
 
 class PositionError(IndexError, ValueError):
@@ -22,7 +23,7 @@ def check(op: str, x: Any, cos: Any, sin: Any, positions: Any, rotary_dim: int |
     return check_table(op, x, cos, sin, positions, rotary_dim, x.shape[-1], batch, tokens)
 
 
-def check_heads(op: str, x: torch.Tensor) -> tuple[int, int]:
+def check_heads(op: str, x: Tensor) -> tuple[int, int]:
     """Refuse what is neither layout of heads; the batch and the tokens of a sequence."""
     shape = x.shape
     if len(shape) == 3:
@@ -34,7 +35,7 @@ def check_heads(op: str, x: torch.Tensor) -> tuple[int, int]:
 
 def check_table(
     op: str,
-    x: torch.Tensor,
+    x: Tensor,
     cos: Any,
     sin: Any,
     positions: Any,
@@ -89,8 +90,8 @@ def check_table(
     return int(dims)
 
 
-def _check_positions(op: str, positions: Any, x: torch.Tensor, batch: int, tokens: int) -> None:
-    if not isinstance(positions, torch.Tensor):
+def _check_positions(op: str, positions: Any, x: Tensor, batch: int, tokens: int) -> None:
+    if not isinstance(positions, Tensor):
         raise TypeError(f"{op}: positions must be a tensor, got {type(positions).__name__}")
     if positions.dtype not in (torch.int64, torch.int32):
         raise TypeError(f"{op}: positions must be int64 or int32, got {short(positions.dtype)}; cast them")
@@ -106,13 +107,13 @@ def _check_positions(op: str, positions: Any, x: torch.Tensor, batch: int, token
         )
 
 
-def check_key(q: torch.Tensor, k: Any) -> None:
+def check_key(q: Tensor, k: Any) -> None:
     """Refuse keys that are not as the queries, but for the number of heads."""
     rest = "D" if q.dim() == 3 else "L D"
     check_fit("rope_qk", ("q", q, f"B H {rest}"), ("k", k, f"B Hkv {rest}"))
 
 
-def name_bad_position(positions: torch.Tensor | None, table: torch.Tensor, op: str = "rope") -> None:
+def name_bad_position(positions: Tensor | None, table: Tensor, op: str = "rope") -> None:
     """What a refusal was about, where it was a position: the first without a row."""
     rows = table.shape[-2]
     bad = None if positions is None else positions[(positions < 0) | (positions >= rows)]

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from opsmith.call.arguments import short
 from opsmith.call.dispatch import native
@@ -33,13 +34,13 @@ SIGNATURE = Signature(
 
 
 def rope_int8(
-    x_q: torch.Tensor,
-    x_scale: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
+    x_q: Tensor,
+    x_scale: Tensor,
+    cos: Tensor,
+    sin: Tensor,
     *,
     interleaved: bool = False,
-    positions: torch.Tensor | None = None,
+    positions: Tensor | None = None,
     rotary_dim: int | None = None,
     out: Pair | None = None,
 ) -> Pair:
@@ -76,7 +77,7 @@ def rope_int8(
     return call(x_q, x_scale, cos, sin, positions, dims, interleaved, out)  # type: ignore[no-any-return]
 
 
-def definition(x_q: torch.Tensor, x_scale: torch.Tensor, *rest: Any) -> Pair:
+def definition(x_q: Tensor, x_scale: Tensor, *rest: Any) -> Pair:
     """The definition, in plain PyTorch."""
     y = rope_definition(x_q * x_scale.unsqueeze(-1), *rest)
     y_scale = y.abs().amax(-1) / 127
@@ -89,7 +90,7 @@ class _Int8(Rotation):
 
     def check(self, values: Sequence[Any]) -> None:
         x_q, x_scale, cos, sin, positions, dims, _ = values
-        if not isinstance(x_q, torch.Tensor) or not isinstance(x_scale, torch.Tensor):
+        if not isinstance(x_q, Tensor) or not isinstance(x_scale, Tensor):
             given = ", ".join(type(t).__name__ for t in (x_q, x_scale))
             raise TypeError(f"rope_int8: x_q and x_scale must be tensors, got {given}")
         if x_q.dtype != torch.int8:
@@ -110,15 +111,15 @@ class _Int8(Rotation):
     def supported(self, values: Sequence[Any], *more: str) -> Supports:
         return native(values[1], "rope_int8", *more)
 
-    def taken(self, of: Any, t: torch.Tensor | None) -> torch.Tensor | None:
+    def taken(self, of: Any, t: Tensor | None) -> Tensor | None:
         return t if of.name == "x_scale" else super().taken(of, t)  # scales may lie as they like
 
-    def writable(self, t: torch.Tensor) -> bool:
+    def writable(self, t: Tensor) -> bool:
         return t.dtype != torch.int8 or super().writable(t)
 
     def fresh(
-        self, like: torch.Tensor, shape: Sequence[int] | None = None, dtype: torch.dtype | None = None
-    ) -> torch.Tensor:
+        self, like: Tensor, shape: Sequence[int] | None = None, dtype: torch.dtype | None = None
+    ) -> Tensor:
         return super().fresh(like) if like.dtype == torch.int8 else torch.empty_like(like)
 
 
@@ -129,7 +130,7 @@ _CALL = _Int8(
 _LEAST_SCALE = 1e-30
 
 
-def _promised(x_q: torch.Tensor, x_scale: torch.Tensor, *table: torch.Tensor, **options: Any) -> bool:
+def _promised(x_q: Tensor, x_scale: Tensor, *table: Tensor, **options: Any) -> bool:
     """Finite calls, their scales 0 or far enough from it for a float32 to hold the inverse of the result's."""
     size = x_scale.abs()
     return all(bool(t.isfinite().all()) for t in (x_scale, *table)) and bool(
@@ -137,9 +138,7 @@ def _promised(x_q: torch.Tensor, x_scale: torch.Tensor, *table: torch.Tensor, **
     )
 
 
-def _cost(
-    x_q: torch.Tensor, x_scale: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, **options: Any
-) -> Cost:
+def _cost(x_q: Tensor, x_scale: Tensor, cos: Tensor, sin: Tensor, **options: Any) -> Cost:
     rotation = FLOATING.cost(x_q, cos, sin, **options)
     # and for each element a magnitude, a comparison, a product and a rounding
     return Cost(
@@ -150,7 +149,7 @@ def _cost(
 def _samples(make: Make) -> Iterator[Sample]:
     """Those of `rope`, quantized."""
 
-    def rows(x: torch.Tensor) -> Pair:
+    def rows(x: Tensor) -> Pair:
         scale = x.abs().amax(-1) / 127 if x.numel() else x.new_zeros(x.shape[:-1])
         return (x / scale.unsqueeze(-1)).round().to(torch.int8), scale
 

@@ -7,11 +7,12 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from opsmith.operator import Pattern, Recognition
 
 
-def _halves(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def _halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """The first columns of x in pairs from two halves; cos and sin have a column for each pair."""
     size = cos.shape[-1]
     first, second, rest = x[..., :size], x[..., size : 2 * size], x[..., 2 * size :]
@@ -19,7 +20,7 @@ def _halves(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
     return torch.cat((*turned, rest) if rest.shape[-1] else turned, -1)
 
 
-def _neighbors(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def _neighbors(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """The first columns of x in pairs of neighbors."""
     size = cos.shape[-1]
     turned, rest = x[..., : 2 * size], x[..., 2 * size :]
@@ -28,18 +29,18 @@ def _neighbors(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.T
     return torch.cat((turned, rest), -1) if rest.shape[-1] else turned
 
 
-def _neighbors_to_halves(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def _neighbors_to_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Pairs of neighbors that are left as halves (DeepSeek-V3)."""
     first, second = x[..., ::2], x[..., 1::2]
     return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
 
 
-def _neighbors_apart(x: torch.Tensor) -> torch.Tensor:
+def _neighbors_apart(x: Tensor) -> Tensor:
     """The first ones of all pairs of neighbors, then the second ones."""
     return x.view(*x.shape[:-1], -1, 2).transpose(-1, -2).flatten(-2)
 
 
-def _wide(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def _wide(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Halves, with a column of cos and sin for every column that is rotated, whatever stands in them."""
     turned, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
     first, second = turned.chunk(2, -1)
@@ -49,7 +50,7 @@ def _wide(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor
 
 def _pattern(
     name: str,
-    fn: Callable[..., torch.Tensor],
+    fn: Callable[..., Tensor],
     size: int,
     columns: int,
     pairs: int,

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from opsmith.call.layouts import nbytes
 from opsmith.operator import Cost, Make, Sample
@@ -13,20 +14,20 @@ from opsmith.ops.rope.check import Pair
 from opsmith.ops.rope.table import rope_table
 
 
-def cost(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, **options: Any) -> Cost:
+def cost(x: Tensor, cos: Tensor, sin: Tensor, **options: Any) -> Cost:
     return _cost_of((x,), cos, **options)
 
 
-def cost_qk(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, **options: Any) -> Cost:
+def cost_qk(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, **options: Any) -> Cost:
     return _cost_of((q, k), cos, **options)
 
 
 def _cost_of(
-    operands: tuple[torch.Tensor, ...],
-    cos: torch.Tensor,
+    operands: tuple[Tensor, ...],
+    cos: Tensor,
     *,
     interleaved: bool = False,
-    positions: torch.Tensor | None = None,
+    positions: Tensor | None = None,
     rotary_dim: int | None = None,
 ) -> Cost:
     first = operands[0]

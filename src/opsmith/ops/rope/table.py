@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from opsmith.call.arguments import check_number, short
 
@@ -21,7 +22,7 @@ def rope_table(
     scaling: Scaling | None = None,
     dtype: torch.dtype = torch.float32,
     device: str | torch.device | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Cosines and sines for every position and rotated dimension.
 
     `cos[p, i] = cos[p, i + dim/2] = m cos(p f_i)` with `f_i = theta^(-2i/dim)`, and likewise the sine. A scaling
@@ -64,7 +65,7 @@ def rope_table(
 
 def frequencies_of(
     dim: int, length: int, theta: float = 10000.0, scaling: Scaling | None = None
-) -> tuple[torch.Tensor, float]:
+) -> tuple[Tensor, float]:
     """The angle from one position to the next, [dim / 2] in float64, and the factor on cosine and sine."""
     check_number("rope_table", "dim", dim, whole=True)
     if dim < 2 or dim % 2:
@@ -117,15 +118,15 @@ class _Parameters:
         return float(value)
 
 
-def _powers(dim: int, theta: float) -> torch.Tensor:
+def _powers(dim: int, theta: float) -> Tensor:
     return theta ** -(torch.arange(0, dim, 2, dtype=torch.float64, device="cpu") / dim)
 
 
-def _linear(dim: int, length: int, theta: float, given: _Parameters) -> tuple[torch.Tensor, float]:
+def _linear(dim: int, length: int, theta: float, given: _Parameters) -> tuple[Tensor, float]:
     return _powers(dim, theta) / given.number("factor"), 1.0
 
 
-def _proportional(dim: int, length: int, theta: float, given: _Parameters) -> tuple[torch.Tensor, float]:
+def _proportional(dim: int, length: int, theta: float, given: _Parameters) -> tuple[Tensor, float]:
     """The first part of the pairs turns as in a whole head, the others stand still."""
     turning = int(float(given.get("partial_rotary_factor", 1.0)) * dim // 2)
     frequencies = _powers(dim, theta)
@@ -133,7 +134,7 @@ def _proportional(dim: int, length: int, theta: float, given: _Parameters) -> tu
     return frequencies / float(given.get("factor", 1.0)), 1.0
 
 
-def _dynamic(dim: int, length: int, theta: float, given: _Parameters) -> tuple[torch.Tensor, float]:
+def _dynamic(dim: int, length: int, theta: float, given: _Parameters) -> tuple[Tensor, float]:
     """A larger base once the text is longer than the model was trained for."""
     factor = given.number("factor")
     trained = float(
@@ -144,7 +145,7 @@ def _dynamic(dim: int, length: int, theta: float, given: _Parameters) -> tuple[t
     return _powers(dim, theta * growth**exponent), 1.0
 
 
-def _yarn(dim: int, length: int, theta: float, given: _Parameters) -> tuple[torch.Tensor, float]:
+def _yarn(dim: int, length: int, theta: float, given: _Parameters) -> tuple[Tensor, float]:
     """Slow pairs are stretched, fast ones left, those between are a blend of both."""
     factor, trained = given.stretch(), given.trained()
 
@@ -174,7 +175,7 @@ def _yarn_factor(factor: float, given: _Parameters) -> float:
     return at(mscale) / at(of_all) if mscale and of_all else at(1.0)
 
 
-def _llama3(dim: int, length: int, theta: float, given: _Parameters) -> tuple[torch.Tensor, float]:
+def _llama3(dim: int, length: int, theta: float, given: _Parameters) -> tuple[Tensor, float]:
     """Long waves are stretched, short ones left, those between are a blend by their length."""
     factor, trained = given.number("factor"), given.trained()
     low, high = given.number("low_freq_factor"), given.number("high_freq_factor")
@@ -185,7 +186,7 @@ def _llama3(dim: int, length: int, theta: float, given: _Parameters) -> tuple[to
     return frequencies * ((1 - kept) / factor + kept), 1.0
 
 
-def _longrope(dim: int, length: int, theta: float, given: _Parameters) -> tuple[torch.Tensor, float]:
+def _longrope(dim: int, length: int, theta: float, given: _Parameters) -> tuple[Tensor, float]:
     """A divisor of its own for every pair: one list for short texts, one for those longer than in training."""
     trained = given.trained()
     name = "long_factor" if length > trained else "short_factor"
@@ -200,7 +201,7 @@ def _longrope(dim: int, length: int, theta: float, given: _Parameters) -> tuple[
     return _powers(dim, theta) / divisors, float(explicit)
 
 
-_SCALINGS: dict[str, Callable[[int, int, float, _Parameters], tuple[torch.Tensor, float]]] = {
+_SCALINGS: dict[str, Callable[[int, int, float, _Parameters], tuple[Tensor, float]]] = {
     "default": lambda dim, length, theta, given: (_powers(dim, theta), 1.0),
     "linear": _linear,
     "dynamic": _dynamic,

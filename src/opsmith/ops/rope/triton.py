@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from opsmith.kernels.triton.common import check, flag, inner, launch, report, rounded
 
@@ -127,7 +127,7 @@ def _rotate(
         target += yh
 
 
-def with_batch(x: torch.Tensor) -> torch.Tensor:
+def with_batch(x: Tensor) -> Tensor:
     """[T, H, D] as [1, H, T, D]; numbers for rows, [T, H], with a last dimension of one."""
     return x.transpose(0, 1).unsqueeze(0)
 
@@ -135,14 +135,14 @@ def with_batch(x: torch.Tensor) -> torch.Tensor:
 class Table(NamedTuple):
     """Cosines, sines and positions as kernels take them."""
 
-    tensors: tuple[torch.Tensor | None, ...]  # cos, sin, positions, the flag
+    tensors: tuple[Tensor | None, ...]  # cos, sin, positions, the flag
     rows: int
     second: int  # from the entry of the first of a pair to that of the second
     steps: tuple[int, ...]  # over batch and row of cos and of sin, over batch and token of positions
 
     @classmethod
     def of(
-        cls, cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor | None, half: int
+        cls, cos: Tensor, sin: Tensor, positions: Tensor | None, half: int
     ) -> Table:  # fmt: skip
         steps: list[int] = []
         for t in (cos, sin):
@@ -165,13 +165,7 @@ class Table(NamedTuple):
 
 
 def _turn(
-    x: torch.Tensor,
-    table: Table,
-    dims: int,
-    interleaved: bool,
-    y: torch.Tensor,
-    *scales: torch.Tensor,
-    inverse: bool = False,
+    x: Tensor, table: Table, dims: int, interleaved: bool, y: Tensor, *scales: Tensor, inverse: bool = False
 ) -> None:
     """Turn the heads of x; `scales` of int8 rows are x's and y's."""
     if not x.numel():

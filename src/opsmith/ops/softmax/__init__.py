@@ -8,6 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from opsmith.call.arguments import check_float, check_mask, check_number
 from opsmith.call.dispatch import compiling
@@ -34,15 +35,15 @@ SIGNATURE = Signature(
 
 
 def softmax(
-    x: torch.Tensor,
+    x: Tensor,
     dim: int = -1,
     *,
     scale: float = 1.0,
-    mask: torch.Tensor | None = None,
+    mask: Tensor | None = None,
     causal: bool = False,
     method: str = "auto",
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
+    out: Tensor | None = None,
+) -> Tensor:
     """Exponentials of a dimension, divided by their sum; scale and mask cost no pass of their own.
 
     `y = exp(s - max(s)) / sum(exp(s - max(s)))`, with `s = scale * x + mask`. A row in which everything
@@ -71,19 +72,14 @@ def softmax(
     return call(x, mask, scale, causal, code, _other(x, dim), out)  # type: ignore[no-any-return]
 
 
-def _other(x: torch.Tensor, dim: int) -> int | None:
+def _other(x: Tensor, dim: int) -> int | None:
     """The dimension, where it is not the last one."""
-    return None if dim == -1 or (isinstance(x, torch.Tensor) and dim == x.dim() - 1) else dim
+    return None if dim == -1 or (isinstance(x, Tensor) and dim == x.dim() - 1) else dim
 
 
 def definition(
-    x: torch.Tensor,
-    mask: torch.Tensor | None,
-    scale: float,
-    causal: bool,
-    method: int,
-    dim: int | None = None,
-) -> torch.Tensor:
+    x: Tensor, mask: Tensor | None, scale: float, causal: bool, method: int, dim: int | None = None
+) -> Tensor:
     """The definition, in plain PyTorch."""
     dim = -1 if dim is None else dim
     s = x if scale == 1.0 else x * scale
@@ -143,7 +139,7 @@ class _Softmax(Call):
 
     def run(
         self, backend: str, values: Sequence[Any], out: Any = None, keep: bool = False
-    ) -> tuple[list[torch.Tensor], dict[str, Any]]:
+    ) -> tuple[list[Tensor], dict[str, Any]]:
         x, mask, scale, causal, method, _ = values
         y = out if out is not None and out.is_contiguous() else self.fresh(x)
         if x.numel():
@@ -151,13 +147,7 @@ class _Softmax(Call):
         return [y], {**self.named(values), "y": y}
 
     def over_rows(
-        self,
-        x: torch.Tensor,
-        mask: torch.Tensor | None,
-        y: torch.Tensor,
-        scale: float,
-        causal: bool,
-        method: int,
+        self, x: Tensor, mask: Tensor | None, y: Tensor, scale: float, causal: bool, method: int
     ) -> None:
         """Call the kernel on [outer, L, S] views; where the mask's strides allow none, once per leading index."""
         if x.dim() < 3:
@@ -183,7 +173,7 @@ class _Softmax(Call):
         self.kernel("opsmith")(rows[0], rows[1], scale, causal, method, y=views[2])
 
 
-def _mergeable(t: torch.Tensor, split: int) -> bool:
+def _mergeable(t: Tensor, split: int) -> bool:
     """True when the dimensions before `split`, and those up to the last but one, merge without a copy."""
     dims = list(zip(t.shape, t.stride(), strict=True))
     for group in (dims[:split], dims[split:-1]):
@@ -196,7 +186,7 @@ def _mergeable(t: torch.Tensor, split: int) -> bool:
 _CALL = _Softmax()
 
 
-def _cost(x: torch.Tensor, dim: int = -1, *, mask: torch.Tensor | None = None, **options: Any) -> Cost:
+def _cost(x: Tensor, dim: int = -1, *, mask: Tensor | None = None, **options: Any) -> Cost:
     masked = 0 if mask is None else 1
     return Cost((5.0 + masked) * x.numel(), 2 * x.numel() * x.element_size() + nbytes(mask))
 
@@ -227,9 +217,7 @@ def _samples(make: Make) -> Iterator[Sample]:
     yield Sample("no columns", (make(4, 0),))
 
 
-def _promised(
-    x: torch.Tensor, dim: int = -1, *, scale: float = 1.0, method: str = "auto", **options: Any
-) -> bool:
+def _promised(x: Tensor, dim: int = -1, *, scale: float = 1.0, method: str = "auto", **options: Any) -> bool:
     """All calls but those to the fast method whose exponentials a float32 cannot hold."""
     return method != "fast" or not bool((x.float() * scale).abs().nan_to_num(math.inf).gt(60.0).any())
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from opsmith.kernels.triton.common import as_rows, in_registers, launch, rounded
 
@@ -98,19 +99,17 @@ def _backward(dy, y, dx, L, S, scale, gs, gl, ys, yl, xs, xl, BLOCK: tl.constexp
         tl.store(dx + o * xs + l * xl + at, rounded(v, dx), mask=at < S)
 
 
-def _three(t: torch.Tensor) -> torch.Tensor:
+def _three(t: Tensor) -> Tensor:
     """[outer, L, S]; what came without a mask may be rows of any number of dimensions."""
     return t if t.dim() == 3 else as_rows(t)[None]
 
 
-def _wide(y: torch.Tensor) -> tl.dtype:
+def _wide(y: Tensor) -> tl.dtype:
     """What sums are formed in: a float32 result shows the error of a float32 sum, and dy - sum may cancel."""
     return tl.float64 if y.dtype == torch.float32 else tl.float32
 
 
-def softmax(
-    x: torch.Tensor, mask: torch.Tensor | None, scale: float, causal: bool, method: int, *, y: torch.Tensor
-) -> None:
+def softmax(x: Tensor, mask: Tensor | None, scale: float, causal: bool, method: int, *, y: Tensor) -> None:
     if not x.numel():
         return
     x, y = _three(x), _three(y)
@@ -131,7 +130,7 @@ def softmax(
     )
 
 
-def softmax_backward(dy: torch.Tensor, y: torch.Tensor, scale: float, *, dx: torch.Tensor) -> None:
+def softmax_backward(dy: Tensor, y: Tensor, scale: float, *, dx: Tensor) -> None:
     if not y.numel():
         return
     dy, y, dx = _three(dy), _three(y), _three(dx)

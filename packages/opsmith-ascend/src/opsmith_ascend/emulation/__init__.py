@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from opsmith.kernels import build
 from opsmith_ascend import SHARED
@@ -128,8 +129,8 @@ class _Argument(ctypes.Structure):
 
 def emulate(
     source: Path,
-    inputs: Mapping[str, torch.Tensor | None],
-    outputs: Mapping[str, torch.Tensor | None],
+    inputs: Mapping[str, Tensor | None],
+    outputs: Mapping[str, Tensor | None],
     sizes: Sequence[int | float] = (),
     *,
     entry: str | None = None,
@@ -171,7 +172,7 @@ def emulate(
     """
     source = Path(source)
     entry = entry or source.stem
-    tensors: dict[str, torch.Tensor | None] = {**inputs, **outputs}
+    tensors: dict[str, Tensor | None] = {**inputs, **outputs}
     shared = sorted(set(inputs) & set(outputs))
     parameters = _parameters(source, entry)
     expected = [*tensors, "workspace", "tiling"]
@@ -217,7 +218,7 @@ def _parameters(source: Path, entry: str) -> list[str]:
     return [p.split()[-1].lstrip("*") for p in found[1].split(",")]
 
 
-def _types(tensors: Mapping[str, torch.Tensor | None], types: Mapping[str, str]) -> list[str]:
+def _types(tensors: Mapping[str, Tensor | None], types: Mapping[str, str]) -> list[str]:
     first = next((t for t in tensors.values() if t is not None), None)
     names = {
         name: _TYPES[t.dtype]

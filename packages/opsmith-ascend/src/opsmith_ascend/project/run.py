@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 import opsmith_ascend
 from opsmith.authoring.project import Kernels, imported
@@ -51,7 +52,7 @@ def call(kernels: Kernels, cores: int = CORES) -> Callable[..., Emulation | None
     """
     sizes = imported(_folder(kernels) / "launch.py", _NAME).sizes  # what the tiling takes of a call
 
-    def run(*args: Any, **outputs: torch.Tensor) -> Emulation | None:
+    def run(*args: Any, **outputs: Tensor) -> Emulation | None:
         inputs = dict(zip(kernels.signature.inputs, args, strict=False))
         attributes = dict(zip(kernels.signature.attributes, args[len(inputs) :], strict=True))
         if not all(t.numel() for t in (*inputs.values(), *outputs.values())):

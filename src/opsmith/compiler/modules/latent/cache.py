@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from opsmith.compiler.modules.latent.pages import LatentPages
@@ -22,7 +23,7 @@ class LatentLayer(OnPages):
 
     pages: LatentPages
 
-    def __init__(self, pages: LatentPages, index: int, order: torch.Tensor | None) -> None:
+    def __init__(self, pages: LatentPages, index: int, order: Tensor | None) -> None:
         self.pages, self.index, self.order = pages, index, order
         self.lead, self.is_initialized = index == 0, True
 
@@ -39,20 +40,20 @@ class LatentLayer(OnPages):
         """All layers have as many, once the last of them was given its rows."""
         return self.pages.columns
 
-    def _rows(self, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _rows(self, columns: int) -> tuple[Tensor, Tensor]:
         """Latent and rotated rows as the library would have them."""
         nope, rope = self.pages.read(self.index, columns)
         if self.order is not None:
             rope = rope[..., self.order.argsort()]
         return nope.unsqueeze(1), rope.unsqueeze(1)
 
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """There is nothing to prepare."""
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
         """The original attention goes on with this cache: its rows are written, and all rows are given back."""
         cache = self.pages.caches[self.index]
         if (key_states.shape[1], key_states.shape[3]) != (1, cache.kv_lora):
@@ -84,7 +85,7 @@ def unfit(cache: Any) -> str | None:
     return None if odd is None else f"the cache has a {type(odd).__name__}"
 
 
-def adopt(cache: Cache, pages: LatentPages, layers: Sequence[tuple[int, torch.Tensor | None]]) -> None:
+def adopt(cache: Cache, pages: LatentPages, layers: Sequence[tuple[int, Tensor | None]]) -> None:
     """Put latent layers in the place of the library's; rows that these have move into the pages.
 
     Args:

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from opsmith.compiler.modules.linear_layers import layer_of
 from opsmith.ops import MLACache, MLAWeights, PackedLinear
@@ -27,8 +27,8 @@ Linear = nn.Linear | PackedLinear
 class Absorbed:
     """What is made of a module whose other projections are called as they are, by the names of `MLAWeights`."""
 
-    wuk: torch.Tensor  # [heads, nope, kv_lora]
-    wuv: torch.Tensor  # [heads, value, kv_lora]
+    wuk: Tensor  # [heads, nope, kv_lora]
+    wuv: Tensor  # [heads, value, kv_lora]
     interleaved: bool
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from opsmith.decoding.pages import Pages, Step
 from opsmith.ops import MLACache
@@ -31,7 +32,7 @@ class LatentPages(Pages):
         self._fit()
         return step
 
-    def read(self, layer: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def read(self, layer: int, columns: int) -> tuple[Tensor, Tensor]:
         """Rows [batch, columns, kv_lora] and [..., rope] as they were cached, zeros where there is padding."""
         cache, slots = self.caches[layer], self.slots(0, columns)
         assert cache.kv_lora is not None
@@ -59,7 +60,7 @@ class LatentPages(Pages):
             cache.latent = self._grown(cache.latent)
             cache.rope = None if cache.rope is None else self._grown(cache.rope)
 
-    def _grown(self, held: torch.Tensor) -> torch.Tensor:
+    def _grown(self, held: Tensor) -> Tensor:
         before = len(held)
         if self.capacity <= before:
             return held

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from opsmith.compiler.modules.conventions import Roles, alone, masked, new_cache, place
 from opsmith.compiler.modules.latent.pages import LatentPages
@@ -36,8 +36,8 @@ _HEADROOM = 1.25  # of an int8 cache's range over what the examples have
 class Seen:
     """What one attention module was called with."""
 
-    x: torch.Tensor  # [1, n, D]
-    table: tuple[torch.Tensor, ...]  # [1, n, ...]: cosines and sines, or complex numbers, of these tokens
+    x: Tensor  # [1, n, D]
+    table: tuple[Tensor, ...]  # [1, n, ...]: cosines and sines, or complex numbers, of these tokens
     rest: dict[str, Any] = field(default_factory=dict)
 
 
@@ -105,7 +105,7 @@ def lost(site: LatentSite, found: Seen, mode: str) -> float:
     return float((got - exact).norm() / exact.norm().clamp(min=1e-300))
 
 
-def _judge(site: LatentSite, found: Seen, eager: torch.Tensor, exact: torch.Tensor) -> Verdict:
+def _judge(site: LatentSite, found: Seen, eager: Tensor, exact: Tensor) -> Verdict:
     def judged(form: str) -> Verdict:
         try:
             got, _ = _ours(site, found, "split", form)
@@ -117,7 +117,7 @@ def _judge(site: LatentSite, found: Seen, eager: torch.Tensor, exact: torch.Tens
     return worst(map(judged, ("absorbed", "expanded")))
 
 
-def _ours(site: LatentSite, found: Seen, mode: str, form: str) -> tuple[torch.Tensor, torch.Tensor]:
+def _ours(site: LatentSite, found: Seen, mode: str, form: str) -> tuple[Tensor, Tensor]:
     """[1, n, heads * value], all tokens but the last at once, the last by decoding; and the rotated rows."""
     tokens = found.x.shape[1]
     pages = LatentPages([site.cache(mode, 1, _BLOCK)], _BLOCK, 1, found.x.device)
@@ -132,9 +132,7 @@ def _ours(site: LatentSite, found: Seen, mode: str, form: str) -> tuple[torch.Te
     return torch.cat(results, 1), pages.read(0, tokens)[1]
 
 
-def _own(
-    site: LatentSite, out: nn.Module, found: Seen, *, exact: bool
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _own(site: LatentSite, out: nn.Module, found: Seen, *, exact: bool) -> tuple[Tensor, Tensor | None]:
     """The module's own results before its output projection, and what it put into a cache as rotated rows."""
     roles, module = site.roles, site.module
     x, table = (widened(found.x), widened(found.table)) if exact else (found.x, found.table)
@@ -152,7 +150,7 @@ def _own(
             type(module).forward(module, **call)
         raise RuntimeError("does not call its output projection")
     except _Reached as reached:
-        result: torch.Tensor = reached.args[0]
+        result: Tensor = reached.args[0]
     layers = [] if cache is None else cache.layers
     at = place(module)
     return result, layers[at].values if at is not None and at < len(layers) else None
@@ -166,7 +164,7 @@ def _reach(module: nn.Module, args: tuple[Any, ...]) -> None:
     raise _Reached(*args)
 
 
-def _order(site: LatentSite, mine: torch.Tensor, rows: torch.Tensor | None) -> None:
+def _order(site: LatentSite, mine: Tensor, rows: Tensor | None) -> None:
     """How the model's own cache orders the rotated dimensions that ours keeps in halves.
 
     Where it keeps something else there, keys of heads perhaps, such a cache cannot be taken over in the middle.

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from opsmith import decoding
 from opsmith.compiler.choose.weights import Seen
@@ -49,7 +49,7 @@ OPERATORS = {
         mla_attention.__name__,
     ),  # around packed products
 }
-To = tuple[torch.Tensor, torch.Tensor, torch.Tensor, MLACache]  # cosines, sines, slots, and where these are
+To = tuple[Tensor, Tensor, Tensor, MLACache]  # cosines, sines, slots, and where these are
 _NUMBERS = itertools.count()
 _SITES: weakref.WeakValueDictionary[str, LatentSite] = weakref.WeakValueDictionary()
 
@@ -79,10 +79,10 @@ class Laid:
         places = [(t.data_ptr(), t.shape) for t in held]
         return (step.tokens, *step.tables.shape, *places, *[site.weights() for site in self.sites])
 
-    def tensors(self) -> list[torch.Tensor]:
+    def tensors(self) -> list[Tensor]:
         return [self.step.slots, self.step.tables, self.step.lens]
 
-    def of(self, tensors: list[torch.Tensor]) -> AbstractContextManager[None]:
+    def of(self, tensors: list[Tensor]) -> AbstractContextManager[None]:
         """The same step with these."""
         slots, tables, lens = tensors
         return decoding.laying(replace(self, step=replace(self.step, slots=slots, tables=tables, lens=lens)))
@@ -147,11 +147,11 @@ class LatentSite:
         self.roles = HUGGING_FACE
         self.reading: Reading
         self.interleaved = True
-        self.order: torch.Tensor | None = None  # from the library's order of rope dimensions to ours
+        self.order: Tensor | None = None  # from the library's order of rope dimensions to ours
         self.portable = False  # whether rows may come from the library's own cache, and go back
         self.quantize: str | None = None
         # ctkv_scale, q_nope_scale of an int8 cache
-        self.scales: tuple[torch.Tensor, torch.Tensor] | None = None
+        self.scales: tuple[Tensor, Tensor] | None = None
         self._weights: tuple[Weights, Seen] | None = None  # and what they were made of
         _SITES[self.key] = self
 
@@ -206,14 +206,8 @@ class LatentSite:
         self._weights = None
 
     def compute(
-        self,
-        x: torch.Tensor,
-        cos: torch.Tensor,
-        sin: torch.Tensor | None,
-        pages: LatentPages,
-        step: Step,
-        form: str = "",
-    ) -> torch.Tensor:
+        self, x: Tensor, cos: Tensor, sin: Tensor | None, pages: LatentPages, step: Step, form: str = ""
+    ) -> Tensor:
         """[batch, tokens, heads * value] of hidden states [batch, tokens, D]; their rows go into the cache.
 
         In the form that is cheaper, where none is said.
@@ -231,15 +225,13 @@ class LatentSite:
         with torch.no_grad():
             return compute(x.reshape(-1, x.shape[2]), cos, sin, pages, step).view(*x.shape[:2], self.width)
 
-    def _absorbed(
-        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, pages: LatentPages, step: Step
-    ) -> torch.Tensor:
+    def _absorbed(self, x: Tensor, cos: Tensor, sin: Tensor, pages: LatentPages, step: Step) -> Tensor:
         w, cache = self.weights(), pages.caches[self.index]
         q_out, q_rope = self.preprocess(w, x, (cos, sin, step.slots, cache))
         how: Any = {"ctkv_scale": cache.ctkv_scale, "q_nope_scale": cache.q_nope_scale, "scale": self.scale}
         return mla_attention(q_out, q_rope, cache, step.tables, step.lens, wuv=w.wuv, **how)
 
-    def preprocess(self, w: Weights, x: torch.Tensor, to: To) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def preprocess(self, w: Weights, x: Tensor, to: To) -> tuple[Tensor, Tensor | None]:
         """Queries in the latent space: by one operator, or by two fused chains between packed products."""
         cos, sin, _, cache = to
         how: Any = {"q_nope_scale": cache.q_nope_scale}
@@ -248,7 +240,7 @@ class LatentSite:
         how |= {"interleaved": w.interleaved, "joint": cache.mode == "joint"}
         return mla_q_epilogue(self._queries(w, x, to), w.wuk, cos, sin, **how)
 
-    def _queries(self, w: Weights, x: torch.Tensor, to: To) -> torch.Tensor:
+    def _queries(self, w: Weights, x: Tensor, to: To) -> Tensor:
         """Queries [T, heads, nope + rope] that are not rotated yet; the keys' rows go into the cache."""
         r = self.reading
         if isinstance(w, MLAWeights):
@@ -263,9 +255,7 @@ class LatentSite:
         mla_kv_epilogue(keys, r.kv_norm.weight, *to, **how)
         return q.view(-1, r.heads, r.nope + r.rope)
 
-    def _expanded(
-        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, pages: LatentPages, step: Step
-    ) -> torch.Tensor:
+    def _expanded(self, x: Tensor, cos: Tensor, sin: Tensor, pages: LatentPages, step: Step) -> Tensor:
         """Keys and values of heads, made of all rows: cheaper where many tokens see few rows."""
         r, w = self.reading, self.weights()
         q = self._queries(w, x, (cos, sin, step.slots, pages.caches[self.index]))
@@ -292,14 +282,14 @@ _LIBRARY = torch.library.Library("opsmith", "FRAGMENT")
 _LIBRARY.define("mla_layer(Tensor x, Tensor cos, Tensor? sin, str site) -> Tensor")
 
 
-def _run(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor | None, site: str) -> torch.Tensor:
+def _run(x: Tensor, cos: Tensor, sin: Tensor | None, site: str) -> Tensor:
     layer, laid = _SITES[site], decoding.call.laid
     if not isinstance(laid, Laid):
         raise RuntimeError(f"opsmith: {layer.name} was called without a cache prepared for it")
     return layer.compute(x, cos, sin, laid.pages, laid.step)
 
 
-def _shape(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor | None, site: str) -> torch.Tensor:
+def _shape(x: Tensor, cos: Tensor, sin: Tensor | None, site: str) -> Tensor:
     return x.new_empty((x.shape[0], x.shape[1], _SITES[site].width))
 
 

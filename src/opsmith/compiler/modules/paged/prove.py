@@ -16,7 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from opsmith.compiler.modules import conventions
 from opsmith.compiler.prove.wide import Exact, widened
@@ -39,10 +39,10 @@ class Seen:
     """What one layer's attention was called with: the sequence without padding."""
 
     module: nn.Module
-    query: torch.Tensor
-    key: torch.Tensor
-    value: torch.Tensor
-    mask: torch.Tensor  # [1, 1, n, n], True where a key is seen
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Tensor  # [1, 1, n, n], True where a key is seen
     plain: bool  # whether it is causal, in a window perhaps, and hides nothing but padding
     window: int | None
     options: dict[str, Any] = field(default_factory=dict)
@@ -57,7 +57,7 @@ class _Watching(threading.local):
 _watching = _Watching()
 
 
-def study(model: nn.Module, tokens: torch.Tensor, windows: list[int | None], verify: bool) -> str | nn.Module:
+def study(model: nn.Module, tokens: Tensor, windows: list[int | None], verify: bool) -> str | nn.Module:
     """Why a model's attention is not served from pages with these windows; or that of its first layer, where it is."""
     from opsmith.decoding import step
 
@@ -69,7 +69,7 @@ def study(model: nn.Module, tokens: torch.Tensor, windows: list[int | None], ver
     chosen = list(conventions.configs(model))
     _watching.name, _watching.seen = name, []
 
-    def runs(cache: Any) -> torch.Tensor:
+    def runs(cache: Any) -> Tensor:
         with torch.no_grad(), conventions.attending(chosen, _NAME):
             return _last(model._call_impl(**inputs, **_kept(model), past_key_values=cache, use_cache=True))
 
@@ -103,13 +103,13 @@ def study(model: nn.Module, tokens: torch.Tensor, windows: list[int | None], ver
     return by_layer[0].module
 
 
-def _last(result: Any) -> torch.Tensor:
+def _last(result: Any) -> Tensor:
     """What a call gives at the last position."""
     values = result.values() if isinstance(result, dict) else result
-    return next(v for v in values if isinstance(v, torch.Tensor))[:, -1]
+    return next(v for v in values if isinstance(v, Tensor))[:, -1]
 
 
-def _near(own: torch.Tensor, ours: torch.Tensor, run: Callable[[], torch.Tensor]) -> bool:
+def _near(own: Tensor, ours: Tensor, run: Callable[[], Tensor]) -> bool:
     """Whether the two are as alike as the model is to itself where each attention rounds otherwise."""
     allowed = _ROUNDINGS * torch.finfo(own.dtype).eps * own.abs().max()
     for seed in range(_DRAWS if own.shape == ours.shape else 0):
@@ -120,7 +120,7 @@ def _near(own: torch.Tensor, ours: torch.Tensor, run: Callable[[], torch.Tensor]
     return False
 
 
-def _inputs(tokens: torch.Tensor) -> dict[str, Any]:
+def _inputs(tokens: Tensor) -> dict[str, Any]:
     """The first sequence's last tokens twice, once with padding at the left."""
     n = min(max(tokens.shape[1], 2 * _PADDING), _TOKENS)
     times = -(-n // tokens.shape[1])
@@ -172,7 +172,7 @@ def _wrong(layers: Mapping[int, tuple[Seen, int | None]]) -> str:
     Where eager's largest error was small by chance, a layer may be as far from eager as the errors of others allow.
     """
     close: list[float] = []  # eager's errors, relative, of the layers that are within the policy
-    doubtful: dict[int, tuple[torch.Tensor, torch.Tensor, str]] = {}
+    doubtful: dict[int, tuple[Tensor, Tensor, str]] = {}
     for at, (seen, window) in layers.items():
         own = conventions.own_attention(seen.module, _watching.name)
         assert own is not None  # it ran
@@ -195,7 +195,7 @@ def _wrong(layers: Mapping[int, tuple[Seen, int | None]]) -> str:
     return next((f"layer {at}: {doubtful[at][-1]}" for at in wrong), "")
 
 
-def _by_pages(seen: Seen, window: int | None) -> torch.Tensor:
+def _by_pages(seen: Seen, window: int | None) -> Tensor:
     """[1, n, heads, width] through blocks: all tokens but the last as a prompt, the last by decoding."""
     from opsmith.decoding.step import Calling, attend
 
@@ -211,22 +211,17 @@ def _by_pages(seen: Seen, window: int | None) -> torch.Tensor:
     return torch.cat(results, 1)
 
 
-def _mask_for(seen: Seen, dtype: torch.dtype) -> torch.Tensor:
+def _mask_for(seen: Seen, dtype: torch.dtype) -> Tensor:
     """As the model's own attention takes it."""
     return seen.mask if _watching.name != "eager" else _added(seen.mask, dtype)
 
 
-def _added(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)
 
 
 def _attend(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: Any,
-    **options: Any,
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any
 ) -> Any:
     """The model's own attention, whose arguments are noted."""
     words = getattr(attention_mask, "opsmith", None)

@@ -5,9 +5,9 @@ The tiles are `scores.py`, the backward pass `gradients.py`.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from opsmith.kernels.triton.common import dot, launch, narrow
 from opsmith.ops.attention.triton.scores import (
@@ -132,21 +132,21 @@ def _forward(
 
 
 def attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    mask: torch.Tensor | None,
-    cu_seqlens_q: torch.Tensor | None,
-    cu_seqlens_k: torch.Tensor | None,
-    sinks: torch.Tensor | None,
-    alibi: torch.Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    sinks: Tensor | None,
+    alibi: Tensor | None,
     scale: float,
     causal: bool,
     window: int,
     softcap: float,
     *,
-    y: torch.Tensor,
-    row_sums: torch.Tensor | None = None,
+    y: Tensor,
+    row_sums: Tensor | None = None,
 ) -> None:
     sequences = Sequences(cu_seqlens_q, cu_seqlens_k)
     q, k, v, y, row_sums = map(sequences.dense, (q, k, v, y, row_sums))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from opsmith.kernels.triton.common import dot, inner, launch, narrow
 from opsmith.ops.attention.triton.scores import (
@@ -206,9 +207,7 @@ def of_queries(
     store_rows(dq + b * dq_b + h * dq_h + q0 * dq_l, i, dq_l, n, lanes, D, dq_sum * scale)
 
 
-def _of_sinks(
-    sinks: torch.Tensor, sums: torch.Tensor, weighted: torch.Tensor, scale: float, dsinks: torch.Tensor
-) -> None:
+def _of_sinks(sinks: Tensor, sums: Tensor, weighted: Tensor, scale: float, dsinks: Tensor) -> None:
     """Each row's sink loses what its weight takes from the others; it has no value of its own."""
     largest, total = sums.unbind(-1)  # [B, H, L], the largest as scores are before `scale`
     share = torch.exp(sinks.double()[:, None] - largest.double() * scale) / total
@@ -217,26 +216,26 @@ def _of_sinks(
 
 
 def attention_backward(
-    dout: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    row_sums: torch.Tensor,
-    mask: torch.Tensor | None,
-    cu_seqlens_q: torch.Tensor | None,
-    cu_seqlens_k: torch.Tensor | None,
-    sinks: torch.Tensor | None,
-    alibi: torch.Tensor | None,
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    row_sums: Tensor,
+    mask: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    sinks: Tensor | None,
+    alibi: Tensor | None,
     scale: float,
     causal: bool,
     window: int,
     softcap: float,
     *,
-    dq: torch.Tensor,
-    dk: torch.Tensor,
-    dv: torch.Tensor,
-    dsinks: torch.Tensor | None = None,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    dsinks: Tensor | None = None,
 ) -> None:
     sequences = Sequences(cu_seqlens_q, cu_seqlens_k)
     dout, q, k, v, out, row_sums = map(sequences.dense, (dout, q, k, v, out, row_sums))

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from opsmith.kernels.triton import INTERPRETED
 from opsmith.kernels.triton.common import dot, exponential, inner, rounded
@@ -171,7 +172,7 @@ def weight(s, factor, like):
 class Sequences:
     """Where packed sequences begin, as a launch is given it; none in dense tensors."""
 
-    def __init__(self, q_starts: torch.Tensor | None, k_starts: torch.Tensor | None) -> None:
+    def __init__(self, q_starts: Tensor | None, k_starts: Tensor | None) -> None:
         self.count = 0 if q_starts is None else q_starts.numel() - 1
         starts = (None if t is None else t.contiguous() for t in (q_starts, k_starts))
         self.arguments = (*starts, self.count)
@@ -189,10 +190,10 @@ class Sequences:
 
 
 def options(
-    q: torch.Tensor,
-    v: torch.Tensor,
-    mask: torch.Tensor | None,
-    alibi: torch.Tensor | None,
+    q: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    alibi: Tensor | None,
     scale: float,
     causal: bool,
     window: int,
@@ -214,7 +215,7 @@ def options(
     }
 
 
-def blocks(q: torch.Tensor, v: torch.Tensor, *, backward: bool) -> dict[str, int]:
+def blocks(q: Tensor, v: Tensor, *, backward: bool) -> dict[str, int]:
     """Rows and columns of a tile, warps and stages, from what a multiprocessor's shared memory holds."""
     if INTERPRETED:
         return {"BM": 64, "BN": 32}
@@ -238,14 +239,12 @@ def blocks(q: torch.Tensor, v: torch.Tensor, *, backward: bool) -> dict[str, int
     return {"BM": 64, "BN": 32, "num_warps": 4, "num_stages": 2}
 
 
-def strides(*tensors: torch.Tensor | None) -> list[int]:
+def strides(*tensors: Tensor | None) -> list[int]:
     """Strides over batch, head and token of each tensor, zeros for one that is not there."""
     return [step for t in tensors for step in (t.stride()[:3] if t is not None else (0, 0, 0))]
 
 
-def mask_arguments(
-    mask: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor
-) -> tuple[torch.Tensor | None, tuple[int, ...]]:
+def mask_arguments(mask: Tensor | None, q: Tensor, k: Tensor) -> tuple[Tensor | None, tuple[int, ...]]:
     """The mask as memory that Triton reads, and its four strides, 0 where it is broadcast."""
     if mask is None:
         return None, (0, 0, 0, 0)

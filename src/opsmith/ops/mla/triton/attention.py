@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from opsmith.kernels.triton.common import dot, integers_like, launch, narrow, processors, rounded
 from opsmith.ops.mla.triton.rows import power
@@ -121,19 +122,19 @@ def _join(found, highest, ctkv, y, parts, heads, kv_lora, KV: tl.constexpr, INT8
 
 
 def attend(
-    q_nope: torch.Tensor,
-    q_rope: torch.Tensor,
-    latent: torch.Tensor,
-    rope: torch.Tensor,
-    block_tables: torch.Tensor,
-    seq_lens: torch.Tensor,
+    q_nope: Tensor,
+    q_rope: Tensor,
+    latent: Tensor,
+    rope: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
     scale: float,
-    ctkv_scale: torch.Tensor | None,
-    q_nope_scale: torch.Tensor | None,
-    wuv: torch.Tensor | None,
+    ctkv_scale: Tensor | None,
+    q_nope_scale: Tensor | None,
+    wuv: Tensor | None,
     *,
-    latent_out: torch.Tensor,
-    out: torch.Tensor | None = None,
+    latent_out: Tensor,
+    out: Tensor | None = None,
 ) -> None:
     """Lengths and blocks were looked at before: here a wrong one is read as it is."""
     tokens, heads, kv_lora = q_nope.shape

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import triton
+from torch import Tensor
 
 from opsmith.kernels.triton.common import block_of, launch, processors, steps
 from opsmith.ops.mla.triton.rows import layout, power, table_of
@@ -21,12 +22,12 @@ _FORMS = (0, 1, 2, 0, 0)  # what activations become, for each form of weights
 
 
 def project(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    descale: torch.Tensor | None,
-    s: torch.Tensor | None,
-    y: torch.Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    descale: Tensor | None,
+    s: Tensor | None,
+    y: Tensor,
     form: int,
 ) -> None:
     tokens, n, k = x.shape[0], weight.shape[0], x.shape[1]
@@ -57,19 +58,19 @@ def project(
 
 
 def kv_epilogue(
-    a: torch.Tensor,
-    gamma2: torch.Tensor,
-    cos: torch.Tensor | None,
-    sin: torch.Tensor | None,
-    slots: torch.Tensor,
+    a: Tensor,
+    gamma2: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    slots: Tensor,
     rope_size: int,
     interleaved: bool,
     tiled: bool,
     eps: float,
-    ctkv_scale: torch.Tensor | None,
+    ctkv_scale: Tensor | None,
     *,
-    latent: torch.Tensor,
-    rope: torch.Tensor | None = None,
+    latent: Tensor,
+    rope: Tensor | None = None,
     queries: tuple[Any, ...] | None = None,
 ) -> None:
     """Keys into the cache; beside them latent queries, where given: gamma1, beta1, z, s, scale, offset, plain, form."""
@@ -98,15 +99,15 @@ def kv_epilogue(
 
 
 def q_epilogue(
-    q: torch.Tensor,
-    wuk: torch.Tensor,
-    cos: torch.Tensor | None,
-    sin: torch.Tensor | None,
+    q: Tensor,
+    wuk: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
     interleaved: bool,
-    q_nope_scale: torch.Tensor | None,
+    q_nope_scale: Tensor | None,
     *,
-    q_out: torch.Tensor,
-    q_rope: torch.Tensor | None,
+    q_out: Tensor,
+    q_rope: Tensor | None,
 ) -> None:
     tokens, heads, _ = q.shape
     nope, kv_lora = wuk.shape[1:]
@@ -132,13 +133,13 @@ def q_epilogue(
 
 
 def preprocess(
-    x: torch.Tensor,
+    x: Tensor,
     *given: Any,
-    q_out: torch.Tensor,
-    q_rope: torch.Tensor | None,
-    latent: torch.Tensor,
-    rope: torch.Tensor | None = None,
-    latent_q: torch.Tensor | None = None,
+    q_out: Tensor,
+    q_rope: Tensor | None,
+    latent: Tensor,
+    rope: Tensor | None = None,
+    latent_q: Tensor | None = None,
 ) -> None:
     w = Parts(*given[: len(TENSORS)])
     cos, sin, slots, quant, interleaved, tiled, eps, ctkv_scale, q_nope_scale = given[len(TENSORS) :]
@@ -146,11 +147,11 @@ def preprocess(
     form = _FORMS[quant]
     held = torch.int8 if form else x.dtype
 
-    def activations(n: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def activations(n: int) -> tuple[Tensor, Tensor | None]:
         s = torch.empty(tokens, dtype=torch.float32, device=x.device) if form == 2 else None
         return torch.empty((tokens, n), dtype=held, device=x.device), s
 
-    def normalized_for(scale: torch.Tensor | None, offset: torch.Tensor | None) -> tuple[Any, Any]:
+    def normalized_for(scale: Tensor | None, offset: Tensor | None) -> tuple[Any, Any]:
         if form == 0 and w.gamma0 is None:
             return x, None
         y, s = activations(size)

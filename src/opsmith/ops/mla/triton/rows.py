@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from opsmith.kernels.triton.common import inner
 
@@ -32,14 +32,14 @@ def turned(x, cos, sin, row, pair, half, mask, second, INTERLEAVED: tl.constexpr
     return first, other, a, b
 
 
-def layout(t: torch.Tensor, tiled: bool) -> tuple[int, int, int, int]:
+def layout(t: Tensor, tiled: bool) -> tuple[int, int, int, int]:
     """Strides of a block, of a tile and of a token in a cache's tensor, and how wide a tile is."""
     if tiled:
         return t.stride(0), t.shape[2] * t.shape[3], t.shape[3], max(t.shape[3], 1)
     return t.stride(0), 0, t.stride(1), max(t.shape[3], 1)
 
 
-def table_of(cos: torch.Tensor | None, sin: torch.Tensor | None, rope: int) -> tuple[Any, Any, int, int]:
+def table_of(cos: Tensor | None, sin: Tensor | None, rope: int) -> tuple[Any, Any, int, int]:
     """The table as one dtype and stride, and how far the columns of a pair's second number are."""
     if cos is None or sin is None:
         return None, None, 0, 0

@@ -211,6 +211,28 @@ def test_the_sizes_of_images_vary_once_they_have_varied() -> None:
         assert len(model.opsmith.graphs) == graphs, (rows, size)
 
 
+class Wave(nn.Module):
+    """The last dimension of its input is no feature vector."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(x[..., None]).cumsum(1)
+
+
+@torch.no_grad()
+def test_a_last_dimension_varies_once_it_has_varied() -> None:
+    model = Wave().eval()
+    opsmith.optimize(model, torch.randn(2, 9), config=UNTIMED)
+    assert model.opsmith is not None
+    for length in range(10, 15):
+        x = torch.randn(2, length)
+        torch.testing.assert_close(model(x), model._call_impl(x))
+    assert len(model.opsmith.graphs) == 2
+
+
 class Loop(nn.Module):
     """A step after the other, which Dynamo unrolls."""
 

@@ -8,7 +8,7 @@ import logging
 import threading
 import time
 import weakref
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -34,9 +34,9 @@ from opsmith.decoding import NoState
 def entry(model: nn.Module, session: Session) -> Callable[..., Any]:
     """The model's call through Dynamo: sizes dynamic from the start, except what belongs to the model.
 
-    An epsilon or a dropout rate is part of the model, and so is the length of a feature vector (the last
-    dimension of a floating-point input): as inputs they would hide the arithmetic. An image's sizes are too until they
-    vary; formulas of windows of any height take Dynamo half a minute.
+    An epsilon or a dropout rate is part of the model: as an input it would hide the arithmetic. So are, until they
+    vary, the length of a feature vector (the last dimension of a floating-point input) and the sizes of an image;
+    formulas of windows of any height take Dynamo half a minute.
     """
 
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -50,11 +50,9 @@ def entry(model: nn.Module, session: Session) -> Callable[..., Any]:
     options: Any = chosen and {"guard_filter_fn": chosen}
     compiled = torch.compile(forward, backend=_backend(session), dynamic=True, options=options, **_UNLIMITED)
     seen: dict[tuple[Any, ...], Callable[..., Any]] = {}
-    own: set[tuple[Any, ...]] = (
-        set()
-    )  # calls, whatever their sizes, of which no graph is better than the model's code
-    captures: Counter[tuple[Any, ...]] = Counter()  # by the same
-    images: dict[tuple[int, int], int] = {}  # by argument and axis, the first size seen
+    own: set[tuple[Any, ...]] = set()  # calls, at any size, that the model's own code answers
+    captures: defaultdict[tuple[Any, ...], set[Any]] = defaultdict(set)  # by the same, at which sizes
+    first: dict[tuple[Any, ...], int] = {}  # by call, argument and axis, the first size seen
     general = True  # until a graph of this model turns out not to be
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -104,9 +102,8 @@ def entry(model: nn.Module, session: Session) -> Callable[..., Any]:
         # Sizes not seen before may be captured anew, and only capturing asks for these settings.
         for i, t in enumerate(tensors):
             if t.is_floating_point() and t.dim() > 1:
-                image = t.dim() > 3
-                for axis in range(1 if image else t.dim() - 1, t.dim()):
-                    if not image or images.setdefault((i, axis), t.shape[axis]) == t.shape[axis]:
+                for axis in range(1 if t.dim() > 3 else t.dim() - 1, t.dim()):
+                    if first.setdefault((what, i, t.dim(), axis), t.shape[axis]) == t.shape[axis]:
                         torch._dynamo.mark_static(t, axis)
         # Dynamo takes a size of one for a constant, so a graph captured with one is not for others.
         sizes, paged = [n for t in tensors for n in t.shape], any(isinstance(v, NoState) for v in values)
@@ -134,8 +131,8 @@ def entry(model: nn.Module, session: Session) -> Callable[..., Any]:
         for error in left:
             session.leave(error)
         if len(session.parts) > before:
-            captures[kind] += 1
-            if captures[kind] == _OFTEN:
+            captures[kind].add(key)
+            if len(captures[kind]) == _OFTEN and kind not in own:
                 session.decline(
                     f"after {_OFTEN} captures of a call at other sizes, the model's own code runs at new ones"
                 )

@@ -139,8 +139,9 @@ def entry(model: nn.Module, session: Session) -> Callable[..., Any]:
                 own.add(kind)
             session.code = Code(model)  # with what is new in it
             show()
-            what = type(model).__name__, ", ".join(str(tuple(t.shape)) for t in tensors)
-            _LOG.info("captured and studied a call of %s on %s in %.1f s", *what, time.monotonic() - started)
+            shapes = ", ".join(str(tuple(t.shape)) for t in tensors)
+            took = type(model).__name__, shapes, time.monotonic() - started
+            _LOG.info("captured and studied a call of %s on %s in %.1f s", *took)
         # Where Dynamo reads it, code may go another way, and a slower one: not for graphs that run as they were. To
         # capture other sizes would end alike, and some are captured each by itself.
         parts = [part for held in session.capturing.parts if (part := held()) is not None]

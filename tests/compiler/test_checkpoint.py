@@ -111,7 +111,8 @@ def test_nested_checkpoints_and_layers_of_several_results() -> None:
     eager = copy.deepcopy(model)
     opsmith.optimize(model, config=UNTIMED)
     x = numbers(3, 4, WIDTH)
-    torch.testing.assert_close(_step(model, x), _step(eager, x), rtol=1e-4, atol=1e-5)
+    for _ in range(2):
+        torch.testing.assert_close(_step(model, x), _step(eager, x), rtol=1e-4, atol=1e-5)
     assert _operators(model).count("layer_norm") == 2
     assert "softmax" in _operators(model)
 

@@ -259,4 +259,4 @@ def test_lengths_that_are_captured_one_by_one_end_in_the_models_own_code(
         x = torch.randn(2, length, 8)
         torch.testing.assert_close(model(x), model._call_impl(x))
     assert len(model.opsmith.parts) == 3
-    assert "after 3 captures" in str(model.opsmith.report)
+    assert "captured at 3 sizes" in str(model.opsmith.report)

@@ -183,7 +183,7 @@ def test_a_graph_is_recorded_where_all_of_it_lies_on_one_gpu() -> None:
         return [SimpleNamespace(device=torch.device(name)) for name in names]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch, "Tensor", SimpleNamespace)
+        patch.setattr("opsmith.compiler.program.recordings.Tensor", SimpleNamespace)
         assert gpu_of([3, *on("cuda:1", "cuda:1")]) == torch.device("cuda:1")
         assert gpu_of(on("cuda:0", "cuda:1")) is None
         assert gpu_of(on("cuda:0", "cpu")) is None

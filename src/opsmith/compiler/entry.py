@@ -133,9 +133,7 @@ def entry(model: nn.Module, session: Session) -> Callable[..., Any]:
         if len(session.parts) > before:
             captures[kind].add(key)
             if len(captures[kind]) == _OFTEN and kind not in own:
-                session.decline(
-                    f"after {_OFTEN} captures of a call at other sizes, the model's own code runs at new ones"
-                )
+                session.decline(f"captured at {_OFTEN} sizes: the model's own code runs at new ones")
                 own.add(kind)
             session.code = Code(model)  # with what is new in it
             show()

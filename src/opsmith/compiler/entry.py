@@ -86,7 +86,6 @@ def entry(model: nn.Module, session: Session) -> Callable[..., Any]:
             *[(t.dtype, t.requires_grad) for t in tensors],
         )
         key = (*what, *[t.shape for t in tensors])
-        kind = (*what, *[tuple([n == 1 for n in t.shape]) for t in tensors])
         plain = all(v is None or isinstance(v, _PLAIN) for v in values)
         session.capturing.parts.clear()
         if plain and (run := seen.get(key)) is not None:
@@ -96,6 +95,7 @@ def entry(model: nn.Module, session: Session) -> Callable[..., Any]:
                 if not isinstance(failed.inner_exception, _Forgotten):
                     raise
                 seen.clear()
+        kind = (*what, *[tuple([n == 1 for n in t.shape]) for t in tensors])
         if kind in own:
             return model._call_impl(*args, **kwargs)
         # What stands in a cache, say, is not in the key, and may be what Dynamo captures a graph anew for.

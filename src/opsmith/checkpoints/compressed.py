@@ -150,13 +150,11 @@ def read(parts: Parts, scheme: Scheme) -> PackedLinear:
     if scale.dtype == torch.uint8:
         return PackedLinear.from_float4(parts["weight_packed"], scale)
     whole, zero = parts.get("weight"), parts.get("weight_zero_point")
-    if (
-        whole is not None and zero is not None and bool(zero.float().any())
-    ):  # symmetric layers may have some, all 0
+    # Symmetric layers may have zeros too, all of them 0.
+    if whole is not None and zero is not None and bool(zero.float().any()):
         raise ValueError(_ZEROS)
-    if (
-        whole is not None and whole.dtype == torch.float8_e4m3fn
-    ):  # its inputs stay as they are, whatever rounds them
+    # The inputs of these stay as they are, whatever rounds them.
+    if whole is not None and whole.dtype == torch.float8_e4m3fn:
         return PackedLinear.from_float8(whole, scale.float())
     if inputs is not None and not inputs.get("dynamic"):
         raise ValueError("its inputs are rounded by scales of the checkpoint, where dynamic ones are known")

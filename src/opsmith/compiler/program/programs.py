@@ -31,9 +31,7 @@ class Programs:
         self.worths: dict[Key, Worth] = {}  # of those that were measured
         self.by_key: dict[Key, Program | None] = {}
         self.buffers: list[Buffers] = []  # that no call has taken; any program takes any
-        self._spans: dict[
-            Key, bool
-        ] = {}  # programs that serve many sizes: whether they allocate most results
+        self._spans: dict[Key, bool] = {}  # of programs for many sizes: whether they allocate most results
         self._served: dict[Key, int] = {}  # how often such a program has, by sizes
         self._varies: set[int] = set()  # the numbers of a key that such a program leaves open
         self._strays = 0

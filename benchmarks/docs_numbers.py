@@ -31,6 +31,7 @@ PAGES = (
     *sorted(HERE.glob("docs/guide/*.md")),
     *sorted(HERE.glob("docs/operators/*.md")),
     *sorted(HERE.glob("docs/authoring/*.md")),
+    HERE / "docs/decisions/057-rows-are-not-asked-for-ahead.md",
 )
 _CODE = re.compile(r"^ *```.*?^ *```$|(?<!`)`[^`\n]+`(?!`)", re.DOTALL | re.MULTILINE)
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+import opsmith
 from opsmith.cli import VERBS, _load
 
 ROOT = Path(__file__).parents[1]
@@ -81,6 +82,14 @@ def test_every_variable_has_its_answer() -> None:
     asked = {a or b for file in files for a, b in read.findall(file.read_text())}
     told = set(re.findall(r"^\| `(OPSMITH_\w+)` \|", (ROOT / "docs/guide/faq.md").read_text(), re.MULTILINE))
     assert asked == told
+
+
+def test_the_configuration_on_its_page_is_one_and_has_every_field(tmp_path: Path) -> None:
+    page = (ROOT / "docs/guide/optimize.md").read_text()
+    (tmp_path / "opsmith.toml").write_text(page.partition("```toml\n")[2].partition("```")[0])
+    assert (
+        opsmith.Config.load(tmp_path / "opsmith.toml").model_fields_set == opsmith.Config.model_fields.keys()
+    )
 
 
 def test_operators_on_the_page_for_migrants_are_there() -> None:

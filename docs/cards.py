@@ -11,6 +11,7 @@ import functools
 import inspect
 import io
 import json
+import re
 import subprocess
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -25,6 +26,8 @@ from opsmith.operator import Make, Operator, registry
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 NOTHING = "no conclusion"
+GUIDE = re.compile(r"\]\(guide/([\w-]+)\.md\)")  # a link to a page of the guide
+NUMBER = re.compile(r"(<td[^>]*>\d[\d.]*e)-(?=\d+</td>)")  # 1.6e-02 in a cell of a table
 
 
 def on_files(files: Any, config: Any) -> None:
@@ -37,11 +40,17 @@ def on_files(files: Any, config: Any) -> None:
 
 
 def on_nav(nav: Any, **_: Any) -> None:
-    """Called by MkDocs once: what a newcomer reads comes first, records of decisions last."""
+    """Called by MkDocs once: what a newcomer reads comes first, as the first page names it; decisions come last."""
     places = {"Guide": 1, "Decisions": 3}
     nav.items.sort(key=lambda item: places.get(item.title, 2) if item.is_section else 0)
+    named = GUIDE.findall((Path(__file__).parent / "index.md").read_text())
     for guide in [item for item in nav.items if item.title == "Guide"]:
-        guide.children.sort(key=lambda page: page.file.name != "getting-started")
+        guide.children.sort(key=lambda page: named.index(page.file.name))
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Called by MkDocs for each page: a line may break behind a hyphen, and no number may break."""
+    return NUMBER.sub("\\1\u2011", html)
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:

@@ -143,3 +143,13 @@ def test_what_a_newcomer_reads_comes_first(cards: ModuleType) -> None:
     cards.on_nav(nav)
     assert [item.title for item in nav.items] == [None, "Guide", "Course", "Decisions"]
     assert [page.file.name for page in nav.items[1].children] == ["getting-started", "faq"]
+
+
+def test_the_first_page_leads_to_every_page_of_the_guide(cards: ModuleType) -> None:
+    named = cards.GUIDE.findall((CARDS.parent / "index.md").read_text())
+    assert sorted(named) == sorted(page.stem for page in (CARDS.parent / "guide").glob("*.md"))
+
+
+def test_a_number_in_a_cell_does_not_break(cards: ModuleType) -> None:
+    page = "<td>1.6e-02</td><td>a 1e-2 b</td><p>1.6e-02</p>"
+    assert cards.on_page_content(page) == page.replace("1.6e-02</td>", "1.6e\u201102</td>")

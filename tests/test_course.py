@@ -14,7 +14,8 @@ from opsmith.kernels.compiler import find_compiler
 COURSE = Path(__file__).parents[1] / "docs" / "course"
 LESSONS = sorted(COURSE.glob("[0-9]*.md"))
 GUIDE = [
-    COURSE.parent / f"guide/{page}.md" for page in ("faq", "migrating", "new-model", "optimize-an-operator")
+    COURSE.parent / f"guide/{page}.md"
+    for page in ("faq", "migrating", "new-model", "optimize-an-operator", "training")
 ]
 
 pytestmark = pytest.mark.skipif(
@@ -34,8 +35,10 @@ def code_of(page: str) -> str:
 
 @pytest.mark.parametrize("lesson", [*LESSONS, *GUIDE], ids=lambda page: page.stem)
 def test_a_lesson_runs(lesson: Path, tmp_path: Path) -> None:
-    if lesson.stem == "new-model":
-        pytest.importorskip("transformers")
+    for needed in {"new-model": ["transformers"], "training": ["transformers", "accelerate"]}.get(
+        lesson.stem, []
+    ):
+        pytest.importorskip(needed)
     program = tmp_path / f"{lesson.stem}.py"
     program.write_text(code_of(lesson.read_text()))
     done = subprocess.run(

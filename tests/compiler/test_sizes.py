@@ -13,9 +13,8 @@ from torch.fx.experimental.symbolic_shapes import free_symbols
 
 import opsmith
 from opsmith.compiler.plan import ShapePlan
-from opsmith.compiler.program.program import Open
-from opsmith.compiler.program.programs import Programs
-from opsmith.compiler.steps.sizes import differing, varying
+from opsmith.compiler.program.program import Open, varying
+from opsmith.compiler.program.programs import Programs, differing
 from opsmith.compiler.steps.slots import last_uses
 from opsmith.operator import Implementation, registry
 from tests.compiler.models import UNTIMED, WIDTH, Encoder, Feed, Truth, ids, llama, numbers, padding, seeded

@@ -20,14 +20,13 @@ from opsmith.compiler.find.products import Lay, weights
 from opsmith.compiler.find.recognize import Recognized
 from opsmith.compiler.plan import PlanStep, ShapePlan
 from opsmith.compiler.program.program import Program, Recorder
-from opsmith.compiler.program.programs import UNSEEN, Programs
+from opsmith.compiler.program.programs import UNSEEN, Key, Programs
 from opsmith.compiler.program.recordings import Recordings, current, gpu_of
 from opsmith.compiler.program.rewrite import rewrite
 from opsmith.compiler.program.sites import More, Sites
 from opsmith.compiler.program.study import Study
 from opsmith.compiler.prove.proofs import Proofs
 from opsmith.compiler.reasons import raised
-from opsmith.compiler.steps.sizes import Key
 from opsmith.kernels import libraries
 from opsmith.operator import Implementation, Operator
 

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch.fx import Node
+from torch.fx.experimental.symbolic_shapes import free_symbols
 from torch.fx.node import map_arg
 
 from opsmith.call.fast import direct
@@ -27,7 +28,6 @@ from opsmith.compiler.capture.mutation import filled
 from opsmith.compiler.choose.weights import Weights
 from opsmith.compiler.find.joined import joined
 from opsmith.compiler.steps.bind import kernel_calls
-from opsmith.compiler.steps.sizes import varying
 from opsmith.compiler.steps.slots import (
     Layout,
     Slots,
@@ -324,3 +324,16 @@ class Recorder:
         read: set[Node] = set()
         map_arg({k: v for k, v in node.kwargs.items() if k not in swapped}, read.add)
         return read
+
+
+def varying(nodes: Sequence[Node], free: Collection[Any]) -> set[Node]:
+    """The nodes whose sizes, strides or number depend on these symbols; of one without a value, the inputs do."""
+    found: set[Node] = set()
+    for node in nodes:
+        if "val" in node.meta:
+            varies = not free_symbols(node.meta["val"]).isdisjoint(free)
+        else:
+            varies = any(source in found for source in node.all_input_nodes)
+        if varies:
+            found.add(node)
+    return found

@@ -13,12 +13,12 @@ from torch.fx.experimental.symbolic_shapes import free_symbols
 from opsmith.compiler.choose.worth import Worth
 from opsmith.compiler.plan import ShapePlan
 from opsmith.compiler.program.program import Buffers, Program
-from opsmith.compiler.steps.sizes import Key, differing
 
 MAX_PROGRAMS = 64
 MAX_STRAYS = 8
 OFTEN = 16  # calls of the same sizes before they get a program: recording takes two of them, and saves a tenth of one
 UNSEEN: Any = object()
+Key = tuple[Any, ...]  # the numbers that a graph is given; in a span, ranges of some of them
 
 
 class Programs:
@@ -114,3 +114,9 @@ class Programs:
             return None
         found = self.worths[nearest]
         return found if nearest == key else Worth(found.used, f"not measured, as at {self.named(nearest)}")
+
+
+def differing(key: Key, sizes: Key) -> set[int]:
+    """The positions at which a key is not one of these sizes, some of which may be ranges."""
+    pairs = enumerate(zip(key, sizes, strict=True))
+    return {i for i, (k, s) in pairs if (k not in s if type(s) is range else k != s)}

@@ -26,7 +26,7 @@ def forget(t: Tensor) -> None:
     """
     if t.device.type == "cpu" and t.layout == torch.strided:
         storage = t.untyped_storage()
-        _give_back(storage.data_ptr(), storage.nbytes())
+        advise(storage.data_ptr(), storage.nbytes(), "MADV_DONTNEED")
 
 
 class Read:
@@ -57,7 +57,7 @@ class Read:
         for start, end in _unwritten() if places else ():
             for place, size in places:
                 if start <= place and place + size <= end:
-                    _give_back(place, size)
+                    advise(place, size, "MADV_DONTNEED")
 
 
 def _unwritten() -> Iterator[tuple[int, int]]:
@@ -76,11 +76,6 @@ def _unwritten() -> Iterator[tuple[int, int]]:
                 written |= rest.split() != ["0", "kB"]
             elif name == "VmFlags" and end > start and not written:  # the last line of each
                 yield start, end
-
-
-def _give_back(start: int, size: int) -> None:
-    """Give back the whole pages of a piece of memory."""
-    advise(start, size, "MADV_DONTNEED")
 
 
 def advise(start: int, size: int, advice: str) -> None:

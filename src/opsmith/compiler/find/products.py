@@ -30,7 +30,8 @@ def together(
     """The sites of a graph, those of linear layers with one input as one that is made of them, where that may be."""
     values = dict(zip(graph.find_nodes(op="placeholder"), inputs, strict=True))
     merged: dict[int, Site] = {}  # by a part: what it became part of
-    for group in _groups(sites, graph, values):
+    of = {s.root: s for s in sites if _plain(s, values)}
+    for group in runs(graph, of.get, _alike):
         if private([s.root for s in group], graph, effects):
             site = _site(group)
             weights = [values[s.arguments["weight"]] for s in group]
@@ -45,12 +46,6 @@ def weights(site: Site) -> list[Node]:
     if site.card is not CARD or not isinstance(weight, Made) or weight.target is not joined:
         return []
     return list(nodes_in(weight))
-
-
-def _groups(sites: Sequence[Site], graph: fx.Graph, values: dict[Node, Any]) -> list[list[Site]]:
-    """Linear layers of one input, between which stands no other product."""
-    of = {s.root: s for s in sites if _plain(s, values)}
-    return runs(graph, of.get, _alike)
 
 
 def _plain(site: Site, values: dict[Node, Any]) -> bool:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx import Node
 
-from opsmith.compiler.algebra.canon import Canon, arguments, is_readable, op_name, shape_of
+from opsmith.compiler.algebra.canon import BOUNDARIES, Canon, arguments, is_readable, op_name, shape_of
 from opsmith.compiler.algebra.pieces import lower
 from opsmith.compiler.algebra.terms import Atom, Poly, Space
 from opsmith.compiler.algebra.views import inverse
@@ -35,9 +35,9 @@ from opsmith.compiler.find.operands import (
     with_rows_kept,
     without_axis,
 )
-from opsmith.compiler.find.site import After, Site, ancestors, between, check, cuts, where
+from opsmith.compiler.find.site import After, Site, between, check, cuts, where
 from opsmith.compiler.find.template import Template
-from opsmith.compiler.find.window import Window, Windows
+from opsmith.compiler.find.window import MAX_READ, Window, Windows
 from opsmith.operator import Operator, Pattern
 
 MIN_COMPOSITE = 3  # a near miss is something written out by hand, not a lone tanh
@@ -301,7 +301,7 @@ class _Finder:
             if not isinstance(problem, Mismatch):
                 continue  # a root that is alike came close by this reading, and this one does not
             at = _node_at(problem.at, canon) or root
-            region = ancestors(root, self.consumed)
+            region = between(root, self.consumed, MAX_READ, BOUNDARIES)
             covered.update(region)
             if template.cut is not None and len(region) < MIN_COMPOSITE:
                 continue

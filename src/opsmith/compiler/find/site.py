@@ -13,11 +13,10 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from opsmith.compiler.algebra.canon import BOUNDARIES, dim_of, op_name, read_by, shape_of
+from opsmith.compiler.algebra.canon import dim_of, op_name, read_by, shape_of
 from opsmith.compiler.find.operands import evaluate, nodes_in
 from opsmith.operator import Operator
 
-MAX_REGION = 64
 After = tuple[tuple[Callable[..., Any], tuple[Any, ...]], ...]
 
 
@@ -72,11 +71,6 @@ def where(node: Node) -> str:
     """The model's source line of a node, as `file.py:12`, or an empty string."""
     lines = re.findall(r'File "(?:.*/)?(.*)", line (\d+)', node.stack_trace or "")
     return "({}:{})".format(*lines[-1]) if lines else ""
-
-
-def ancestors(root: Node, stop: set[Node]) -> list[Node]:
-    """The call_function nodes that feed the root, up to boundaries, other sites and a size no operator reaches."""
-    return between(root, stop, MAX_REGION, BOUNDARIES)
 
 
 def cuts(root: Node, region: Iterable[Node]) -> list[Node]:

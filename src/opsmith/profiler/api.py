@@ -12,12 +12,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import opsmith.ops  # noqa: F401  the cards register themselves
 from opsmith import measure
 from opsmith.compiler import Session
 from opsmith.compiler.api import call_of
+from opsmith.compiler.choose.select import device_of
 from opsmith.profiler import advise, chains
 from opsmith.profiler.attribute import attribute
 from opsmith.profiler.collect import Watched, light, names_of, repetition, session, watched
@@ -237,10 +238,7 @@ def _fill(found: Phase, shaped: Watched, runs: list[Watched], guides: list[CallS
 
 def _device(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     own = list(model.parameters())[:1] if isinstance(model, nn.Module) else []
-    for value in (*own, *args, *kwargs.values()):
-        if isinstance(value, Tensor):
-            return value.device.type
-    return "cpu"
+    return device_of((*own, *args, *kwargs.values())).type
 
 
 def _dtypes(*models: Any, phases: Iterable[Phase] = ()) -> list[str]:

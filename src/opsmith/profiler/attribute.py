@@ -99,10 +99,9 @@ class _Reader:
                 self.owner.setdefault(op, (g, owner))
 
     def read(self) -> Attribution:
-        counted = self.units
         for op in self.run.before:  # a forward pass that is not counted, but whose gradients are
             self._top(op)
-        counted.clear()
+        self.units.clear()
         for op in self.run.ops:
             self._top(op)
         for unit in self.units:

@@ -108,7 +108,10 @@ def read(graph: fx.Graph) -> CallSequence:
     place = {n: i for i, n in enumerate(calls)}
     reads = [{place[s] for s in n.all_input_nodes if s in place} for n in calls]
     outputs = [_bytes(n.meta.get("val")) for n in calls]
-    _weights_first(graph)
+    # Weights where a compiled graph has them: a norm can take in the addition before it only if they are there.
+    first = next(iter(graph.nodes))
+    for node in graph.find_nodes(op="get_attr"):
+        first.prepend(node)
     tidy(graph)
     result = recognize(graph, registry().values())
     sequence = CallSequence(names, [None] * len(names), [], reads=reads, outputs=outputs)
@@ -121,21 +124,14 @@ def read(graph: fx.Graph) -> CallSequence:
     return sequence
 
 
-def _weights_first(graph: fx.Graph) -> None:
-    """Put weights where a compiled graph has them: a norm can take in the addition before it only if they are there."""
-    first = next(iter(graph.nodes))
-    for node in [n for n in graph.nodes if n.op == "get_attr"]:
-        first.prepend(node)
-
-
 def of_sites(graph: fx.Graph, sites: Sequence[Site]) -> CallSequence:
     """The sequence of a graph whose sites are known already: one that the compiler left to PyTorch."""
     calls = [n for n in graph.nodes if n.op == "call_function"]
     place = {n: i for i, n in enumerate(calls)}
     sequence = CallSequence([op_name(n) for n in calls], [None] * len(calls), [])
-    sequence.shapes = [
-        [shape_of(a) for a in pytree.tree_leaves((n.args, n.kwargs)) if _is_tensor(a)] for n in calls
-    ]
+    for n in calls:
+        given = (a for a in pytree.tree_leaves((n.args, n.kwargs)) if isinstance(a, fx.Node))
+        sequence.shapes.append([shape_of(a) for a in given if isinstance(a.meta.get("val"), Tensor)])
     for site in sites:
         for part in site.parts or (site,):
             _enter(sequence, part, place)
@@ -153,10 +149,6 @@ def _enter(sequence: CallSequence, site: Site, place: dict[fx.Node, int]) -> Non
     sequence.found.append(describe(site, [sequence.names[p] for p in places]))
     for p in places:
         sequence.owners[p] = index
-
-
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, fx.Node) and isinstance(value.meta.get("val"), Tensor)
 
 
 def describe(site: Site, pieces: list[str], known: Mapping[Any, int] | None = None) -> Unit:

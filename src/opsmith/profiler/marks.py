@@ -169,14 +169,14 @@ class Marks:
         return f"{SITE}{len(self.known) - 1}"
 
     def _noting(self, fn: Callable[..., Any], card: Operator) -> Callable[..., Any]:
-        label = self._label(Mark(card, "opsmith"))
+        label, names = self._label(Mark(card, "opsmith")), inspect.signature(card.function).parameters
 
         def noted(*args: Any, **kwargs: Any) -> Any:
             with _RecordFunctionFast(label):
                 result = fn(*args, **kwargs)
             if self.keep_calls:
                 call = {k: v for k, v in kwargs.items() if k != "out"}
-                self.calls.append(call or dict(zip(_parameters(card), args, strict=False)))
+                self.calls.append(call or dict(zip(names, args, strict=False)))
             return result
 
         return noted
@@ -193,10 +193,6 @@ def _annotated(program: Program, labels: Mapping[str, str]) -> Callable[..., Any
     exec(compile("\n".join(lines), "<opsmith plan, annotated>", "exec"), names)
     run: Callable[..., Any] = names["run"]
     return run
-
-
-def _parameters(card: Operator) -> list[str]:
-    return list(inspect.signature(card.function).parameters)
 
 
 def _module_of(node: Any) -> str:

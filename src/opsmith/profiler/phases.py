@@ -117,7 +117,8 @@ def _decode(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Work:
         if state["cache"] is None:  # an encoder whose class could be a decoder
             raise refusal
         state["length"] = state["cache"].get_seq_length()
-        work.cache_bytes = bytes_of(_cached(state["cache"]))
+        held = (t for layer in getattr(state["cache"], "layers", None) or () for t in vars(layer).values())
+        work.cache_bytes = bytes_of(t for t in held if isinstance(t, Tensor))
 
     def run() -> Any:
         with torch.no_grad():
@@ -213,11 +214,6 @@ def _facts(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, float]:
         facts["padding"] = 1.0 - float(mask.bool().float().mean())
     facts["threads"] = float(torch.get_num_threads())
     return facts
-
-
-def _cached(cache: Any) -> list[Tensor]:
-    held = (t for layer in getattr(cache, "layers", None) or () for t in vars(layer).values())
-    return [t for t in held if isinstance(t, Tensor)]
 
 
 def bytes_of(tensors: Iterable[Tensor]) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from statistics import fmean
 
 from opsmith import measure
 from opsmith.profiler.data import CLASSES, Findings
@@ -58,13 +59,11 @@ def compare(before: Findings, after: Findings) -> Diff:
         for kind in CLASSES:
             then, now = earlier.by_kind.get(kind, []), phase.by_kind.get(kind, [])
             if any(then) or any(now):
-                changes.append(_change(phase.name, kind, _mean(then), _mean(now), then, now))
+                changes.append(
+                    _change(phase.name, kind, fmean(then or [0.0]), fmean(now or [0.0]), then, now)
+                )
     notes += [f"{name} is in the earlier profile only" for name in old]
     return Diff(changes, notes)
-
-
-def _mean(times: list[float]) -> float:
-    return math.fsum(times) / len(times) if times else 0.0
 
 
 def _change(phase: str, kind: str, a: float, b: float, before: list[float], after: list[float]) -> Change:

@@ -61,15 +61,14 @@ def test_rounding_for_a_text_changes_results_less_on_another_one() -> None:
 def test_memory_bounds_how_many_layers_are_looked_at_together(monkeypatch: pytest.MonkeyPatch) -> None:
     one = decoder()
     layers = {n: m for n, m in one.named_modules() if isinstance(m, nn.Linear) and m is not one.lm_head}
-    widths = {n: m.in_features for n, m in layers.items()}
-    together = list(gathered(one, calls_of(one, TEXT), layers, widths))
+    together = list(gathered(one, calls_of(one, TEXT), layers))
     assert [len(found) for found in together] == [14]
     first = together[0]
     attention = [first[f"model.layers.0.self_attn.{n}_proj"] for n in "qkv"]
     assert attention[0] is attention[1] is attention[2]
     assert first["model.layers.0.mlp.gate_proj"] is first["model.layers.0.mlp.up_proj"]
     monkeypatch.setattr(calibrate, "_MEMORY", 4 * 32 * 32 * 3)
-    parts = list(gathered(one, calls_of(one, TEXT), layers, widths))
+    parts = list(gathered(one, calls_of(one, TEXT), layers))
     assert len(parts) > 4
     for found in parts:
         for name, inputs in found.items():
@@ -84,7 +83,7 @@ def test_sums_are_those_of_the_layers_inputs() -> None:
     with down.register_forward_pre_hook(
         lambda _, args: seen.append(args[0].detach().flatten(0, -2).double())
     ):
-        found = next(gathered(one, calls_of(one, TEXT), {"down": down}, {"down": down.in_features}))
+        found = next(gathered(one, calls_of(one, TEXT), {"down": down}))
     x = torch.cat(seen)
     error = (found["down"].sum.double() - x.t() @ x).abs()
     assert (error <= 1e-6 * (x.abs().t() @ x.abs())).all()  # some cancel

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from opsmith.compiler.modules.linear_layers import as_linear
 from opsmith.compiler.modules.texts import beginning_and_rows
 from opsmith.ops.packed_linear.inputs import Inputs
 
@@ -47,9 +48,7 @@ def _calls(model: nn.Module, given: Any, tokenizer: Any) -> Iterator[dict[str, A
         yield {"input_ids": torch.cat((before, part))[None]}
 
 
-def gathered(
-    model: nn.Module, calls: Calls, layers: Mapping[str, nn.Module], widths: Mapping[str, int]
-) -> Iterator[dict[str, Inputs]]:
+def gathered(model: nn.Module, calls: Calls, layers: Mapping[str, nn.Module]) -> Iterator[dict[str, Inputs]]:
     """The inputs of layers by name, some layers at a time; those that no token reaches are left out.
 
     Layer by layer as a model is rounded: what is behind sees what rounding did before. Sums over inputs are as large as
@@ -59,19 +58,17 @@ def gathered(
     batch: dict[nn.Module, str] = {}
     held = 0
     for name, layer in layers.items():
-        size = 4 * widths[name] ** 2
+        size = 4 * as_linear(layer).in_features ** 2
         if batch and held + size > _MEMORY:
-            yield _gather(model, calls, batch, widths)
+            yield _gather(model, calls, batch)
             batch, held = {}, 0
         batch[layer] = name
         held += size
     if batch:
-        yield _gather(model, calls, batch, widths)
+        yield _gather(model, calls, batch)
 
 
-def _gather(
-    model: nn.Module, calls: Calls, names: Mapping[nn.Module, str], widths: Mapping[str, int]
-) -> dict[str, Inputs]:
+def _gather(model: nn.Module, calls: Calls, names: Mapping[nn.Module, str]) -> dict[str, Inputs]:
     found: dict[str, Inputs] = {}
     last: tuple[Any, Inputs | None] = (None, None)
 
@@ -84,7 +81,7 @@ def _gather(
         if last[1] is not None and x is last[0] and found.setdefault(name, last[1]) is last[1]:
             return
         if name not in found:
-            found[name] = Inputs(widths[name], x.device)
+            found[name] = Inputs(x.shape[-1], x.device)
         found[name].add(x)
         last = (x, found[name])
 

@@ -71,7 +71,7 @@ def embed(packing: Packing, model: nn.Module, skip: Sequence[str]) -> None:
             assert packed.error is not None
             record.status, record.nbytes = "packed", 0 if shared else packed.nbytes
             record.rows_of = tied.record.name if tied is not None and shared else name
-            record.relative_error, record.largest_error = packed.error.relative, packed.error.largest
+            record.take(packed.error)
             packing.add(name, rows, module, record)
 
 

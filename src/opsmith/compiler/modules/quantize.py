@@ -131,8 +131,7 @@ class Packing:
             for name, module in modules.items()
             if calibration and records[name].format == "int4" and not (module is head or name in mixtures)
         }
-        widths = {name: as_linear(module).in_features for name, module in rounded.items()}
-        for found in gathered(model, calibration or [], rounded, widths):
+        for found in gathered(model, calibration or [], rounded):
             for name, inputs in found.items():
                 stand_in(name, inputs)
         for name in modules:

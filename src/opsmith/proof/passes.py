@@ -20,6 +20,7 @@ class _Pass:
 
     _card: Operator
     _sample: Sample
+    _beside: Any  # what is taken beside the arguments: outputs to write into, or their gradients
     _defined: Any  # what a function of the operator's arguments gives
     _computed: Any  # what a contestant gives
 
@@ -50,34 +51,27 @@ class _Pass:
                 right.append(name)
         return right, notes
 
+    def inputs(self) -> tuple[Any, ...]:
+        """A set of inputs of its own: the sample's values, and what is taken beside them."""
+        return with_tensors((self._sample.args, dict(self._sample.kwargs), self._beside), _copy)  # type: ignore[no-any-return]
+
 
 class Forward(_Pass):
     """The results of the operator; contestants take `(args, kwargs, outs)`."""
 
     direction = "forward"
+    _defined = staticmethod(forward)
 
     def __init__(self, card: Operator, sample: Sample):
         self._card, self._sample = card, sample
         like = card.reference(*sample.args, **sample.kwargs)
-        self._outs = tuple(torch.zeros(t.shape, dtype=t.dtype, device=t.device) for t in tensors_of(like))
-        self._tuple = isinstance(like, tuple)
-
-    @property
-    def largest_output(self) -> int:
-        """Bytes."""
-        return max((t.nbytes for t in self._outs), default=0)
-
-    def inputs(self) -> tuple[Any, ...]:
-        """A set of inputs of its own: the sample's values, and outputs to write into."""
-        outs = self._outs if self._tuple else self._outs[0]
-        return with_tensors((self._sample.args, dict(self._sample.kwargs), outs), _copy)  # type: ignore[no-any-return]
+        outs = tuple(torch.zeros(t.shape, dtype=t.dtype, device=t.device) for t in tensors_of(like))
+        self._beside = outs if isinstance(like, tuple) else outs[0]
+        self.largest_output = max((t.nbytes for t in outs), default=0)  # bytes
 
     def cost(self) -> Cost:
         """What the card says."""
         return self._card.cost(*self._sample.args, **self._sample.kwargs)
-
-    def _defined(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> list[Tensor]:
-        return forward(fn, args, kwargs)
 
     def _computed(self, call: Callable[..., Any]) -> Any:
         args, kwargs, outs = self.inputs()
@@ -106,19 +100,15 @@ class Backward(_Pass):
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
             outputs = [t for t in tensors_of(card.function(*args, **kwargs)) if t.requires_grad]
         generator = torch.Generator().manual_seed(0)
-        self._seeds = [torch.randn(t.shape, generator=generator).to(t) for t in outputs]
-        gradients = torch.autograd.grad(outputs, leaves, self._seeds, allow_unused=True)
+        self._beside = [torch.randn(t.shape, generator=generator).to(t) for t in outputs]
+        gradients = torch.autograd.grad(outputs, leaves, self._beside, allow_unused=True)
         written = {t.untyped_storage().data_ptr(): t.nbytes for t in gradients if t is not None}
         self.largest_output = max(written.values(), default=0)
-        self._bytes = sum(t.nbytes for t in self._seeds) + sum(saved.values()) + sum(written.values())
+        self._bytes = sum(t.nbytes for t in self._beside) + sum(saved.values()) + sum(written.values())
 
     def contestant(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         """The gradients of a function of the operator's arguments."""
         return (lambda *given: _ready(fn, *given)()) if self._both else measure.Prepared(partial(_ready, fn))
-
-    def inputs(self) -> tuple[Any, ...]:
-        """A set of inputs of its own: the sample's values, and the gradients of its outputs."""
-        return with_tensors((self._sample.args, dict(self._sample.kwargs), self._seeds), _copy)  # type: ignore[no-any-return]
 
     def cost(self) -> Cost:
         """What the card says of its gradient, of a loss beside the forward pass.
@@ -133,7 +123,7 @@ class Backward(_Pass):
         return Cost(self._card.gradient.flops * forward.flops, self._bytes)
 
     def _defined(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> list[Tensor]:
-        return list(tensors_of(_ready(fn, args, kwargs, self._seeds)()))
+        return list(tensors_of(_ready(fn, args, kwargs, self._beside)()))
 
     def _computed(self, call: Callable[..., Any]) -> Any:
         return call(*self.inputs())

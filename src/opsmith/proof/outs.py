@@ -32,8 +32,8 @@ def outs(card: Operator, dtype: torch.dtype, device: str = "cpu") -> Iterator[Fi
         yield check("out=, refused", partial(_taken, card, sample))
 
 
-def _call(card: Operator, sample: Sample, out: Any = None) -> list[Tensor]:
-    return forward(card.function, sample.args, dict(sample.kwargs) | ({} if out is None else {"out": out}))
+def _call(card: Operator, sample: Sample, out: Any) -> list[Tensor]:
+    return forward(card.function, sample.args, {**sample.kwargs, "out": out})
 
 
 def _results(card: Operator, sample: Sample) -> Any:
@@ -83,9 +83,7 @@ def _taken(card: Operator, sample: Sample) -> str:
         try:
             _call(card, call, out)
         except (TypeError, ValueError):
-            if not all(
-                torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(seen, before, strict=True)
-            ):
+            if not all(map(_same, before, seen)):
                 return f"an out that is {what} is written to before it is refused"
             continue
         return f"an out that is {what} is taken; expected a TypeError or a ValueError"

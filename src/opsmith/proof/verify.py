@@ -105,17 +105,9 @@ def examine(
 ) -> Finding:
     """The finding of one check; what it raises is a finding too.
 
-    Args:
-        card: the operator.
-        dtype: of the sample, for the report.
-        sample: the call.
-        name: of the implementation, for the report.
-        check: the same.
-        fn: `fn(args, kwargs, *outs)` gives the tensors to hold against the reference.
-        differentiated: they are gradients.
-        into: they are written into `outs`.
-        known: what the reference gave in other checks of this sample and of the same kind, and will have given in this.
-        calls: of `fn`, as `check_call` makes them.
+    `fn(args, kwargs, *outs)` gives the tensors to hold against the reference: results, gradients where they are
+    `differentiated`, or what it writes `into` outs. `known` is what the reference gave in other checks of this sample
+    and of the same kind, and will have given in this. `calls` are made of it as `check_call` makes them.
     """
     inputs = (sample.args, dict(sample.kwargs))
     report = partial(Finding, card.name, name, dtype, sample.name, elements_of(sample), check)

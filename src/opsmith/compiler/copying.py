@@ -28,7 +28,7 @@ class Copier:
         assert model is not None
         session: Any = model.opsmith
         session.packing.refuse("copy.deepcopy")
-        with _plain(model, session.rewritten):
+        with _plain(model, [*session.packing.modules, *(site.module for site in session.latent.sites)]):
             twin = copy.deepcopy(model, memo)
         return self._again(twin, session)
 

@@ -248,11 +248,6 @@ class Session:
             lines.append("nothing was proved: leave out verify=False")
         return lines
 
-    @property
-    def rewritten(self) -> list[nn.Module]:
-        """The modules whose call goes elsewhere."""
-        return [*self.packing.modules, *(site.module for site in self.latent.sites)]
-
     def close(self) -> None:
         """Give modules their own calls back and let go of all weights; a graph that is called again begins anew."""
         self.packing.take_out()

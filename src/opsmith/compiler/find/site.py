@@ -61,11 +61,6 @@ class Site:
             results = [call(r, *more) for r in results]
         return tuple(results)
 
-    @property
-    def composite(self) -> bool:
-        """True when the model wrote the operator as several calls."""
-        return len(self.region) > 1
-
 
 def where(node: Node) -> str:
     """The model's source line of a node, as `file.py:12`, or an empty string."""

@@ -32,7 +32,7 @@ class SiteReport:
     operator: str
     pattern: str
     where: str
-    composite: bool
+    composite: bool  # whether the model wrote it as several calls
     status: str = "kept"  # or "rolled back", or "left" where the budget was spent
     error: float = 0.0
     bound: float = 0.0
@@ -109,7 +109,7 @@ class Sites(dict[str, Known]):
         operator = site.card.name
         name = f"{operator}_{self._counts[operator]}"
         self._counts[operator] += 1
-        report = SiteReport(name, operator, site.pattern, where(site.root), site.composite)
+        report = SiteReport(name, operator, site.pattern, where(site.root), len(site.region) > 1)
         if site.columns and site.parts:
             report.layers = len(site.parts)
         self[name] = Known(site, report)

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import functools
 import gc
+import itertools
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -59,11 +60,8 @@ def peak_of(changes: Iterable[tuple[int, int]]) -> int:
     >>> peak_of([(1, 100), (3, -100), (2, 50), (4, 80)])
     150
     """
-    held = most = 0
-    for _, size in sorted(changes, key=lambda change: change[0]):
-        held += size
-        most = max(most, held)
-    return most
+    sizes = (size for _, size in sorted(changes, key=lambda change: change[0]))
+    return max(itertools.accumulate(sizes, initial=0))
 
 
 @functools.cache

@@ -118,19 +118,18 @@ class Weights:
         """The memory of all of them."""
         return {memory(w) for w in self._known.values()}
 
+    def _own(self, call: Mapping[str, Any]) -> Tensor | None:
+        """The weight of a call, where it is one of these."""
+        weight = call.get("weight")
+        return weight if isinstance(weight, Tensor) and weight.data_ptr() in self._known else None
+
     def refused(self, implementation: Implementation, call: Mapping[str, Any]) -> bool:
         """Whether an implementation would hold a copy of a weight where these are too large for that."""
-        weight = call.get("weight")
-        if implementation.prepack is None or self._bytes <= _LARGE or not isinstance(weight, Tensor):
-            return False
-        return weight.data_ptr() in self._known
+        return implementation.prepack is not None and self._bytes > _LARGE and self._own(call) is not None
 
     def swapped(self, implementation: Implementation, call: dict[str, Any]) -> dict[str, Any]:
         """The call as this implementation wants it: with a weight of ours in its packed form."""
-        weight = call.get("weight")
-        if implementation.prepack is None or not isinstance(weight, Tensor):
-            return call
-        if weight.data_ptr() not in self._known:
+        if implementation.prepack is None or (weight := self._own(call)) is None:
             return call
         key = (weight.data_ptr(), weight.shape, weight.stride(), implementation.name)
         if key not in self._packed:
@@ -147,8 +146,8 @@ class Weights:
 
     def among(self, call: Mapping[str, Any]) -> int:
         """Bytes of the weights that this call's is one of, at most what caches hold; 0 where it or none fills them."""
-        weight, most = call.get("weight"), measure.describe().last_level_cache
-        if not isinstance(weight, Tensor) or weight.data_ptr() not in self._known or weight.is_cuda:
+        weight, most = self._own(call), measure.describe().last_level_cache
+        if weight is None or weight.is_cuda:
             return 0
         return 0 if weight.nbytes > most // 2 or self._bytes < _NEAR else min(self._bytes, most)
 
@@ -161,8 +160,8 @@ class Weights:
 
     def drop(self, call: Mapping[str, Any], chosen: str) -> None:
         """Let go of the weight as other implementations than the chosen one pack it: they have lost."""
-        weight = call.get("weight")
-        if isinstance(weight, Tensor):
+        weight = self._own(call)
+        if weight is not None:
             at = weight.data_ptr()
             self._packed = {k: v for k, v in self._packed.items() if k[0] != at or k[-1] == chosen}
 

@@ -190,8 +190,7 @@ class Recordings:
         known = self._known.get(key)
         if known is None:
             # Its kernels are compiled by running them.
-            self._known[key] = {i: args[i] for i in self._looked}
-            self._bound()
+            self._keep(key, {i: args[i] for i in self._looked})
             return None
         self._known.move_to_end(key)
         if isinstance(known, Recording):
@@ -207,12 +206,12 @@ class Recordings:
             self.why = raised(error)
             self._known.clear()
             return None
-        self._known[key] = found
-        self._bound()
+        self._keep(key, found)
         return found
 
-    def _bound(self) -> None:
-        """Let go of the oldest."""
+    def _keep(self, key: Hashable, call: Recording | dict[int, Any]) -> None:
+        """Enter a call, and let go of the oldest."""
+        self._known[key] = call
         while len(self._known) > 1 and (
             len(self._known) > MAX_RECORDINGS
             or sum(known.bytes for known in self._known.values() if isinstance(known, Recording)) > MAX_BYTES

@@ -184,6 +184,18 @@ def test_load_optimizes_and_generates_what_the_unpacked_model_does(tmp_path: Pat
     assert opsmith.restore(model).generate(ids, **how).equal(right)
 
 
+@pytest.mark.parametrize("cast", [lambda model: model.bfloat16(), lambda model: model])
+def test_a_loaded_model_is_cast_and_its_packed_layers_are_not(cast: Any, tmp_path: Path) -> None:
+    file, ids = files.write(tmp_path / "model.gguf", "gemma3"), torch.randint(0, files.TOKENS, (1, 12))
+    model = gguf.load(file, torch.float32)
+    assert any(isinstance(module, PackedEmbedding) for module in model.modules())
+    opsmith.optimize(cast(model), dtype="bfloat16", config=Config(tune=False))
+    with torch.no_grad():
+        logits = model(ids).logits
+        assert logits.dtype == torch.bfloat16
+        assert logits.equal(opsmith.load(file, dtype="bfloat16", config=Config(tune=False))(ids).logits)
+
+
 def test_experts_keep_the_files_bits_where_they_can(tmp_path: Path) -> None:
     file = files.write(tmp_path / "model.gguf", "qwen3moe", ("q4_k", "q6_k"))
     model = opsmith.load(file, config=Config(tune=False))

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import opsmith
 from opsmith.cli import main
 from opsmith.cli.evaluate import Row, recommended
 from opsmith.evaluation import Estimate, Evaluation
@@ -86,6 +88,36 @@ def test_layers_that_are_skipped_stay_as_they_are(folder: Path, capsys: pytest.C
     rows = json.loads(capsys.readouterr().out)["rows"]
     assert rows[1]["kl"]["value"] == 0
     assert rows[1]["bytes"] == rows[0]["bytes"]
+
+
+def test_a_folder_of_few_bits_is_measured_as_it_is(folder: Path, tmp_path: Path) -> None:
+    packed = tmp_path / "packed"
+    shutil.copytree(folder, packed)
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    opsmith.save(opsmith.optimize(model, config=opsmith.Config(tune=False), quantize="int8"), packed)
+    out, text = tmp_path / "out.json", str(folder / "text.txt")
+    assert main(["evaluate", str(packed), "--text", text, "--window", "50", "--json", str(out)]) == 0
+    (only,) = json.loads(out.read_text())["rows"]  # its layers have no floats to make other formats of
+    assert (
+        main(
+            [
+                "evaluate",
+                str(folder),
+                "--text",
+                text,
+                "--window",
+                "50",
+                "--format",
+                "int8",
+                "--json",
+                str(out),
+            ]
+        )
+        == 0
+    )
+    same = json.loads(out.read_text())["rows"][1]
+    assert only["bytes"] == same["bytes"]
+    assert only["perplexity"]["value"] == pytest.approx(same["perplexity"]["value"], rel=1e-4)
 
 
 def row(name: str, nbytes: int, ratio: Estimate | None, kl: float = 0.0) -> Row:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+import opsmith
 from opsmith.cli import main
 from opsmith.ops.packed_linear.module import PackedLinear
 
@@ -46,6 +47,26 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def digest(folder: Path) -> dict[str, str]:
     return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in folder.iterdir()}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_folder_of_few_bits_keeps_them(folders: dict[str, Path], tmp_path: Path, dtype: str) -> None:
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(folders["llama"])
+    opsmith.save(
+        opsmith.optimize(model, config=opsmith.Config(tune=False), quantize="int8"), tmp_path / "few"
+    )
+    options = ["--length", "8", "--dtype", dtype, "--json", str(tmp_path / "out.json")]
+    assert main(["optimize", str(tmp_path / "few"), *options, "--new-tokens", "4"]) == 0
+    data = json.loads((tmp_path / "out.json").read_text())
+    assert data["found"]["packed_linear"]["sites"] > 0
+    assert (
+        data["errors"]["opsmith"]["rms"]
+        <= 2 * data["errors"]["eager"]["rms"] + torch.finfo(torch.bfloat16).eps
+    )
+    assert main(["profile", str(tmp_path / "few"), "--optimize", *options]) == 0
+    phases = json.loads((tmp_path / "out.json").read_text())["phases"]
+    rows = [row for phase in phases for row in phase["rows"]]
+    assert {row["dtype"] for row in rows if row["operator"] == "packed_linear"} == {dtype}
 
 
 @pytest.mark.parametrize(

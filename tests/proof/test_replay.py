@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
 import opsmith.ops  # noqa: F401  the cards register themselves
+from opsmith.compiler.choose.select import signature
 from opsmith.operator import registry
 from opsmith.proof.replay import call_of, sample_of, spell
 
@@ -66,3 +69,17 @@ def test_a_text_that_says_nothing_is_refused(text: str, complaint: str) -> None:
 
 def test_without_a_source_of_numbers_tensors_have_no_memory() -> None:
     assert call_of("weight=cpu:float32[3,4] x=cpu:float32[2,4] activation=gelu")["x"].is_meta
+
+
+def test_settings_come_back_from_a_plans_signature() -> None:
+    call = {
+        "x": torch.zeros(2, 4),
+        "splits": (8, 4),
+        "eps": 1e-6,
+        "causal": True,
+        "cap": math.inf,
+        "how": "gelu",
+    }
+    again = call_of(signature(CARDS["packed_linear"], call).partition(" ")[2])
+    assert again.pop("x").shape == (2, 4)
+    assert again == {name: value for name, value in call.items() if name != "x"}

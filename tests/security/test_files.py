@@ -122,7 +122,7 @@ def checkpoint(name: str) -> Callable[[Path], object]:
         folder = bert(file.with_name("model"))
         (folder / "model.safetensors").unlink()
         shutil.copy(file, folder / name)
-        return hf.load(folder)
+        return hf.read(folder)
 
     return load
 
@@ -186,7 +186,7 @@ def test_code_of_a_tokenizer_does_not_run_though_somebody_says_yes(
     settings = {"tokenizer_class": "Zonk", "auto_map": {"AutoTokenizer": ["code.Zonk", None]}}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     monkeypatch.setattr("builtins.input", lambda question: "y")
-    monkeypatch.setattr(hf, "load", lambda folder: nn.Identity())
+    monkeypatch.setattr(hf, "read", lambda folder: nn.Identity())
     with pytest.raises(ValueError, match="has no tokenizer that loads"):
         hf.load_with_tokenizer(tmp_path)
     assert not mark.exists()

@@ -48,17 +48,21 @@ def load(
         CheckpointError: a `ValueError`: what is wrong with the file or folder, before anything large is allocated.
         TypeError, ValueError: for a wrong dtype, quantize or config.
     """
-    place = Path(path)
     name = None if dtype is None else str(dtype).removeprefix("torch.")
     if name is not None and name not in DTYPES:
         raise ValueError(f"load: dtype must be one of {', '.join(DTYPES)}, got {name}")
+    model = read(Path(path), None if name is None else getattr(torch, name))
+    return optimize(model, config=config, dtype=name, quantize=quantize)
+
+
+def read(place: Path, dtype: torch.dtype | None = None) -> Any:
+    """The model as `load` has it before it is optimized, floats in the folder's own dtype where nothing is packed."""
     if place.suffix == ".gguf":
-        model = gguf.load(place, getattr(torch, name or "float32"))
+        model = gguf.load(place, dtype or torch.float32)
     else:
         found = folder.configuration(place)
         if getattr(found, "quantization_config", None) is None:
-            return optimize(folder.load(place, found), config=config, dtype=name, quantize=quantize)
-        own = getattr(torch, name) if name is not None else found.dtype or torch.float32
-        model = quantized.load(place, found, own)
+            return folder.load(place, found)
+        model = quantized.load(place, found, dtype or found.dtype or torch.float32)
     model.save_pretrained = partial(save, model)  # type: ignore[assignment]  # of its packed layers nobody else makes one
-    return optimize(model, config=config, quantize=quantize)
+    return model

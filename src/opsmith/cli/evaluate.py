@@ -81,10 +81,10 @@ def run(
     from opsmith.compiler.config import DTYPES
     from opsmith.measure.machine import describe
     from opsmith.ops.packed_linear.formats import CHOICES
+    from opsmith.ops.packed_linear.module import PackedLinear
 
     output = Output(json)
-    formats = formats or list(_DEFAULT)
-    for name in formats:
+    for name in formats or ():
         if name not in DTYPES and name not in CHOICES:
             raise CommandError(f"--format: there is no {name!r}; there are: {', '.join((*DTYPES, *CHOICES))}")
     words, sample = (
@@ -94,10 +94,11 @@ def run(
     with output.console.status("loading the model"), told("evaluate: "):
         model, tokenizer = hf.load_with_tokenizer(path)
     own = str(next(p.dtype for p in model.parameters())).removeprefix("torch.")
+    packed = any(isinstance(module, PackedLinear) for module in model.modules())
     with told():
         chosen = [
             (label, Config.parse(fields, "evaluate"), calibrated)
-            for name in formats
+            for name in formats or (() if packed else _DEFAULT)
             for label, fields, calibrated in _variants(name, groups, asymmetric, sample is not None)
             for fields in [{"dtype": dtype, "quantize_skip": skip or []} | fields]
             if label != own
@@ -178,6 +179,7 @@ def _candidate(model: nn.Module, config: Config, text: str | None, tokenizer: An
     from opsmith.compiler.modules.calibrate import calls_of
     from opsmith.compiler.modules.linear_layers import linear_layers
     from opsmith.compiler.modules.quantize import Packing
+    from opsmith.ops.packed_linear.module import PackedLinear
 
     if config.dtype is not None:
         candidate = copy.deepcopy(model).to(config.torch_dtype)
@@ -192,7 +194,8 @@ def _candidate(model: nn.Module, config: Config, text: str | None, tokenizer: An
     tables -= {id(layer.weight) for layer in layers.values()}
     tables |= set(map(id, packing.held))
     plain = sum(p.nbytes for p in candidate.parameters() if id(p) not in tables)
-    return candidate, plain + sum(layer.nbytes for layer in packing.layers)
+    own = sum(m.nbytes for m in candidate.modules() if isinstance(m, PackedLinear))
+    return candidate, plain + own + sum(layer.nbytes for layer in packing.layers)
 
 
 def _read(option: str, file: Path) -> str:

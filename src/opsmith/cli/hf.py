@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from opsmith.checkpoints.folder import LOCAL, load as load, one_line, quiet
+from opsmith.checkpoints import read as read
+from opsmith.checkpoints.folder import LOCAL, one_line, quiet
 from opsmith.checkpoints.header import CheckpointError
 from opsmith.cli.models import Batch
 
@@ -21,7 +22,7 @@ def load_with_tokenizer(path: Path) -> tuple[nn.Module, Any]:
         CheckpointError: when there is no such model, or no tokenizer beside it.
     """
     if path.suffix != ".gguf":
-        model, where, options = load(path), path, {}
+        model, where, options = read(path), path, {}
     elif not path.is_file():
         raise CheckpointError(f"there is no file {path}; name a GGUF file")
     else:

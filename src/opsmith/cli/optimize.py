@@ -27,7 +27,9 @@ _ROUNDS = 3  # of a model that writes
 
 
 def run(
-    path: Annotated[Path, typer.Argument(metavar="FOLDER", help="What save_pretrained wrote.")],
+    path: Annotated[
+        Path, typer.Argument(metavar="FOLDER|FILE.gguf", help="What save_pretrained wrote, or a GGUF file.")
+    ],
     dtype: Annotated[str | None, typer.Option(metavar="DTYPE", help="Run in this dtype.")] = None,
     quantize: Annotated[
         str | None,
@@ -67,7 +69,7 @@ def run(
     with told():
         settings = opsmith.Config.load(config) if config is not None else opsmith.Config()
     with console.status("loading the model"), told("optimize: "):
-        model = hf.load(path)
+        model = hf.read(path)
         examples = [hf.tokens(model.config, batch, length, seed) for seed in range(3)]
     writer: Any = model
     writes = new > 1 and writer.can_generate()

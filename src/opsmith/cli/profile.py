@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 
 
 def run(
-    target: Annotated[Path, typer.Argument(metavar="MODEL", help="A Hugging Face folder, or a script.py.")],
+    target: Annotated[
+        Path, typer.Argument(metavar="MODEL", help="A Hugging Face folder, a GGUF file, or a script.py.")
+    ],
     phase: Annotated[
         list[str] | None,
         typer.Option(metavar="PHASE", help="prefill, decode, forward, backward or train; may be repeated."),
@@ -123,7 +125,7 @@ def _folder(
     from opsmith.cli import hf
 
     with told("profile: "):
-        model = hf.load(folder)
+        model = hf.read(folder)
         tokens: dict[str, Any] = dict(hf.tokens(model.config, batch, length, 0))
     if dtype is not None and not optimized:
         import torch

@@ -30,6 +30,7 @@ from opsmith.compiler.session import Session
 from opsmith.compiler.warmup import Warmup, check
 from opsmith.measure.pages import Read
 from opsmith.ops.packed_linear.formats import CHOICES
+from opsmith.ops.packed_linear.module import PackedLinear
 
 
 def backend(gm: fx.GraphModule, example_inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
@@ -296,8 +297,9 @@ def _elements(call: Call) -> int:
 def _cast(model: nn.Module, dtype: torch.dtype, before: dict[str, Tensor]) -> None:
     """Cast the floating-point parameters and buffers; what they were is kept in `before`, for `restore`."""
     read = Read()
+    packed = {id(t) for m in model.modules() if isinstance(m, PackedLinear) for t in m.packed}
     for name, tensor in tensors(model).items():
-        if tensor.is_floating_point() and tensor.dtype != dtype:
+        if tensor.is_floating_point() and tensor.dtype != dtype and id(tensor) not in packed:
             before[name] = tensor.data
             tensor.data = tensor.data.to(dtype)
             read.add(before[name])

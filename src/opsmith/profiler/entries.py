@@ -68,7 +68,8 @@ def described(card: Operator, call: dict[str, Any]) -> Row:
     estimate, fault = cost(card, call)
     parts = [f"{n} {costs.sizes(v)}" for n, v in call.items() if torch.is_tensor(v)]
     parts += [f"{n}={v}" for n, v in call.items() if isinstance(v, bool | str) and v]
-    wide = [v.dtype for v in call.values() if torch.is_tensor(v) and v.is_floating_point()]
+    ordered = map(call.get, inspect.signature(card.function).parameters)  # x before the scales of its weight
+    wide = [v.dtype for v in ordered if isinstance(v, Tensor) and v.is_floating_point()]
     row = Row(_OF_KIND[card.kind], card.name, ", ".join(parts), fault=fault, replay=replay(card, call))
     row.dtype = str(wide[0]).removeprefix("torch.") if wide else ""
     row.charge(estimate)

@@ -6,6 +6,7 @@ random ones would point outside of a table.
 
 from __future__ import annotations
 
+import ast
 import inspect
 import re
 from collections.abc import Mapping
@@ -18,7 +19,6 @@ from torch import Tensor
 from opsmith.operator import Make, Operator, Sample
 
 _TENSOR = re.compile(r"(?:(\w+):)?([a-z]+\d*)\[([\d,]*)\](?:@([\d,]+))?(?:<(\d+))?")
-_WORDS = {"True": True, "False": False, "None": None}
 
 
 def spell(card: Operator, call: Mapping[str, Any]) -> str | None:
@@ -80,8 +80,8 @@ def call_of(text: str, make: Make | None = None) -> dict[str, Any]:
 
 
 def _setting(text: str) -> Any:
-    for read in (_WORDS.__getitem__, int, float):
-        with suppress(KeyError, ValueError):
+    for read in (ast.literal_eval, float):  # the second for inf and nan
+        with suppress(SyntaxError, ValueError):
             return read(text)
     return text
 

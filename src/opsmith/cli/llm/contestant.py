@@ -150,7 +150,7 @@ def main() -> None:
         if spec["kind"] == "gguf":
             model = opsmith.load(spec["gguf"], dtype=spec["dtype"])
         else:
-            model = hf.load(Path(spec["folder"])).to(getattr(torch, spec["dtype"]))
+            model = hf.read(Path(spec["folder"])).to(getattr(torch, spec["dtype"]))
         rounding: list[torch.nn.Module] = []
         if spec["kind"] == "exact":
             packing, wider = Packing(), getattr(torch, spec["wider"])

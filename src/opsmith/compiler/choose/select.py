@@ -50,7 +50,8 @@ def signature(card: Operator, call: Mapping[str, Any]) -> str:
             dtype = str(value.dtype).removeprefix("torch.")
             parts.append(f"{name}={value.device.type}:{dtype}[{','.join(map(str, value.shape))}]{layout}")
         elif value is not None:
-            parts.append(f"{name}={value:.6g}" if isinstance(value, float) else f"{name}={value}")
+            text = f"{value:.6g}" if isinstance(value, float) else str(value).replace(" ", "")
+            parts.append(f"{name}={text}")
     return " ".join(parts)
 
 

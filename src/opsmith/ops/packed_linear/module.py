@@ -469,7 +469,15 @@ class PackedEmbedding(nn.Module):
         if packed.format == "bf16" or packed.order is not None:
             what = "bf16" if packed.order is None else "a weight whose inputs are ordered"
             raise ValueError(f"PackedEmbedding: rows of {what} cannot be read alone; keep the nn.Embedding")
-        self.table, self.factor, self.dtype = packed, factor, dtype
+        self.table, self.factor = packed, factor
+        self.register_buffer(
+            "like", torch.empty(0, dtype=dtype), persistent=False
+        )  # `.to` and `.half()` change it
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the result."""
+        return self.like.dtype  # type: ignore[return-value]
 
     def forward(self, input: Tensor) -> Tensor:
         """The rows [..., K] of ids [...].

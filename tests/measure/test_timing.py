@@ -126,6 +126,22 @@ def test_quick_drops_the_hopeless_and_keeps_their_samples(clock: Clock) -> None:
     assert result.ratio("good", "bad").verdict == "inconclusive"
 
 
+def test_the_dropped_return_for_the_last_rounds_and_are_paired_with_them(clock: Clock) -> None:
+    good, bad = (
+        [0.01] * 3 + [0.02] * 99,
+        [0.1] * 3 + [0.2] * 9,
+    )  # the machine slows down before the last rounds
+    calls = {"good": clock.contestant("good", *good), "bad": clock.contestant("bad", *bad)}
+    calls["near"] = clock.contestant("near", 0.011)
+    result = compare(calls, budget_s=0.5, drop=5, drop_rounds=5, warmup=1, clock=clock)
+    assert result.dropped == ["bad"]
+    assert len(result.samples["bad"]) == 5 < len(result.samples["good"])
+    assert set(result.orders[-3]) == {"good", "near", "bad"}
+    ratio = result.ratio("bad", "good")
+    assert (ratio.pairs, ratio.verdict) == (5, "slower")
+    assert ratio.hi == pytest.approx(10)
+
+
 def test_quick_ends_where_one_is_left(clock: Clock) -> None:
     calls = {"good": clock.contestant("good", 0.010), "bad": clock.contestant("bad", 0.100)}
     result = quick(calls, budget_s=0.5, clock=clock)

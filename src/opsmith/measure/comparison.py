@@ -77,9 +77,11 @@ class Comparison:
         Raises:
             ValueError: for a name that did not run.
         """
-        first, second = self._of(a), self._of(b)
-        rounds = min(len(first), len(second))  # a contestant that was dropped ran in the first rounds only
-        return paired_ratio(a, b, first[:rounds], second[:rounds], self.seed)
+        # A contestant that was dropped ran in the first rounds and the last ones only.
+        ran = {name: [i for i, order in enumerate(self.orders) if name in order] for name in (a, b)}
+        first, second = (dict(zip(ran[name], self._of(name), strict=True)) for name in (a, b))
+        both = sorted(first.keys() & second.keys())
+        return paired_ratio(a, b, [first[i] for i in both], [second[i] for i in both], self.seed)
 
     def best(self, prefer: str | None = None) -> str:
         """The contestant to use: the fastest, or `prefer` unless the fastest is shown to be faster than it.

@@ -120,6 +120,7 @@ def compare(
     warmup: int = 3,
     budget_s: float | None = None,
     drop: float | None = None,
+    drop_rounds: int = 2,
     seed: int = 0,
     device: str | torch.device = "cpu",
     clock: Clock | None = None,
@@ -149,6 +150,7 @@ def compare(
         budget_s: seconds after which no further round starts.
         drop: stop measuring a contestant that in the first two rounds took this many times the best, when the
             budget cannot hold all rounds; a single one left has won.
+        drop_rounds: samples of such a contestant: what two lack is taken at the end, in rounds of all.
         seed: of the order of the contestants and the bootstrap.
         device: "cuda" times by device events.
         clock: returns seconds; replaces the stopwatch, for tests.
@@ -194,13 +196,17 @@ def compare(
             for _ in range(warmup):
                 runner.call(*inputs())
         active = list(runners)
-        while len(orders) < rounds:
-            round_started = now()
+
+        def once() -> None:
             order = [active[i] for i in generator.permutation(len(active))]
             for name in order:
                 runner = runners[name]
                 samples[name].append(runner.sample() if orders else runner.settle(min_time))
             orders.append(order)
+
+        while len(orders) < rounds:
+            round_started = now()
+            once()
             ended = now()
             if budget_s is None:
                 continue
@@ -212,6 +218,9 @@ def compare(
                     break
             if spare < ended - round_started and len(orders) >= min_rounds:
                 break
+        active = list(runners)
+        for _ in range(drop_rounds - 2 if dropped else 0):
+            once()
     messages = spread_messages(samples)
     if pool is not None and not warm and not pool.cold:
         messages.append(

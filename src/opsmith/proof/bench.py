@@ -36,8 +36,8 @@ _SPARE, _SPARE_AT_MOST = 3, 2 << 30
 _MATMUL_INTENSITY = 16.0
 # An operator whose outputs are a smaller part of its bytes only reads, as far as roofs are concerned.
 _WRITES = 1 / 16
-# Who took this many times the best in two rounds is left out of further ones, where time is short: a baseline of 80 ms
-# would leave three samples of a call of half a millisecond, each of them right after it.
+# Who took this many times the best in two rounds is left out of all but the last ones, where time is short: a baseline
+# of 80 ms would leave three samples of a call of half a millisecond, each of them right after it.
 _HOPELESS = 10.0
 # What float64 may take to check a workload, as a part of the memory.
 _CHECK_SHARE = 4
@@ -313,6 +313,7 @@ class _Run:
             warmup=1,  # everyone has been called by now
             min_rounds=5,
             drop=_HOPELESS,
+            drop_rounds=5,
             device=self.device,
         )
         # Like with like: what writes into memory of its own is compared where the others' memory is there already too.

@@ -121,3 +121,24 @@ def test_what_to_do_next() -> None:
     opsmith.restore(model)
     model = opsmith.optimize(wide, numbers(1, 4096), config=UNTIMED, quantize="int8")
     assert "next: " not in str(model.opsmith.report)
+
+
+class Breaking(nn.Module):
+    """A layer in which the model's graph breaks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.product = nn.RMSNorm(64), nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm(x)
+        return self.product(y if y.sum() < 1e9 else 2 * y)
+
+
+def test_layers_whose_graphs_are_apart_are_all_counted() -> None:
+    model = nn.Sequential(*(Breaking() for _ in range(3))).eval()
+    opsmith.optimize(model, torch.randn(2, 8, 64), config=UNTIMED)
+    with torch.no_grad():
+        model(torch.randn(2, 5, 64))  # the same parts, at other sizes
+    assert len(model.opsmith.report.graphs) >= 6
+    assert model.opsmith.report.found == {"rms_norm": 3, "linear": 3}

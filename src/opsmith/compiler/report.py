@@ -5,8 +5,8 @@ Printed, a report is thirty lines at most, whatever the model: alike sites are o
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Hashable, Iterable
+from collections import Counter, defaultdict
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -57,21 +57,22 @@ class Report:
     @property
     def found(self) -> dict[str, int]:
         """How many calls of each operator were kept; graphs of one model at other sizes count once."""
-        most: Counter[str] = Counter()
-        for graph in self.graphs:
-            calls = (s.operator for s in graph.kept for _ in range(s.layers))
-            most |= Counter(calls)  # of two counts the larger
+        most = self._counted(lambda graph: (s.operator for s in graph.kept for _ in range(s.layers)))
         latent = Counter(name for layer in self.latent for name in layer.operators)
         paged = {paged_attention.__name__: self.paged} if self.paged else {}
-        return dict(most) | dict(latent) | paged
+        return most | dict(latent) | paged
 
     @property
     def together(self) -> dict[str, int]:
         """How many products are of several layers that keep their own weights; graphs of one model count once."""
-        most: Counter[str] = Counter()
+        return self._counted(lambda graph: (s.pattern for s in graph.kept if s.layers > 1))
+
+    def _counted(self, calls: Callable[[GraphReport], Iterable[str]]) -> dict[str, int]:
+        """Of graphs of one part, which are there for other sizes, the most; of all parts together."""
+        most: dict[int, Counter[str]] = defaultdict(Counter)
         for graph in self.graphs:
-            most |= Counter(s.pattern for s in graph.kept if s.layers > 1)
-        return dict(most)
+            most[graph.part] |= Counter(calls(graph))
+        return dict(sum(most.values(), Counter()))
 
     @property
     def misses(self) -> list[str]:

@@ -207,6 +207,11 @@ class Session:
     @property
     def report(self) -> Report:
         """What was found, proven, rolled back and missed."""
+        parts: list[set[int]] = []
+        for graph, its in sorted(((g, g.weights.ids) for g in self.graphs), key=lambda pair: -len(pair[1])):
+            graph.report.part = next((i for i, part in enumerate(parts) if its <= part), len(parts))
+            if graph.report.part == len(parts):
+                parts.append(its)
         return Report(
             [*(graph.report for graph in self.graphs), *self.unread],
             self.packing.layers,

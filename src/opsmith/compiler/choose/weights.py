@@ -109,6 +109,11 @@ class Weights:
         self._bytes = sum(w.nbytes for w in self._known.values())
 
     @property
+    def ids(self) -> set[int]:
+        """What tells these weights from others while they live."""
+        return {id(w) for ref in self._parameters if (w := ref()) is not None}
+
+    @property
     def gone(self) -> bool:
         """Whether there were any, which nobody holds now."""
         return bool(self.at) and not self._parameters

@@ -55,6 +55,7 @@ class GraphReport:
     nodes: int = 0
     left: str = ""  # why the graph runs as it was captured, where it was not or could not be studied
     fault: bool = False  # whether that is ours
+    part: int = 0  # of the model, where its graph breaks: each has weights of its own
 
     @property
     def kept(self) -> list[SiteReport]:

@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from opsmith.compiler.capture.casts import spell_out
 from opsmith.compiler.choose.weights import Weights
+from opsmith.compiler.program.study import Study
 from tests.compiler import models
 from tests.compiler.models import (
     WHOLE_MODEL,
@@ -143,6 +145,63 @@ def test_regions_and_what_casts_inside_stay_as_they_are() -> None:
     torch.testing.assert_close(got[:, 3:], want[:, 3:])  # of the part without autocast
     torch.testing.assert_close(got, want, rtol=0.02, atol=0.02)
     assert torch.is_autocast_cache_enabled()
+
+
+class Inside(nn.Module):
+    """A model that is under autocast by itself, as accelerate has it; a checkpointed layer is in the region too."""
+
+    def __init__(self, checkpointed: bool = False) -> None:
+        super().__init__()
+        self.norms, self.layers = (
+            nn.ModuleList(make(WIDTH) for _ in range(2)) for make in (nn.RMSNorm, self.linear)
+        )
+        self.checkpointed = checkpointed
+
+    @staticmethod
+    def linear(width: int) -> nn.Module:
+        return nn.Linear(width, width)
+
+    def layer(self, i: int, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = x + self.layers[i](self.norms[i](x))
+        return y
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with low():
+            x = self.layer(0, x)
+            if self.checkpointed:
+                return checkpoint(self.layer, 1, x, use_reentrant=False)
+            return self.layer(1, x)
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_a_model_that_casts_itself_learns_with_its_operators(checkpointed: bool) -> None:
+    eager, model = (seeded(partial(Inside, checkpointed)) for _ in range(2))
+    x = numbers(3, WIDTH)
+    optimized(model, x)
+    for one in (eager, model):
+        one(x).square().sum().backward()
+    for name, parameter in eager.named_parameters():
+        torch.testing.assert_close(model.get_parameter(name).grad, parameter.grad, rtol=0.02, atol=0.02)
+    found = sum((Counter(s.operator for s in g.report.kept) for g in model.opsmith.graphs), Counter())
+    assert found["rms_norm"] == found["linear"] == 4
+
+
+def test_what_fails_in_a_region_leaves_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch keeps what it cast of weights until the last region is left, so none may stay open."""
+
+    def fails(*_: Any) -> bool:
+        raise RuntimeError("no")
+
+    monkeypatch.setattr(Study, "_settled", fails)
+    model, eager = seeded(Inside), seeded(Inside)
+    x = numbers(3, WIDTH)
+    with pytest.warns(UserWarning, match="raised RuntimeError: no"):
+        optimized(model, x)
+    before = eager(x)
+    with torch.no_grad():
+        for layer in eager.layers:
+            layer.weight.mul_(-2.0)
+    assert not torch.allclose(eager(x), before, atol=0.1)
 
 
 @pytest.mark.parametrize(("learning", "casts"), [(True, 3), (False, 2)])

@@ -8,6 +8,7 @@ call is made once, without memory, and what it casts before all else is seen.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -16,7 +17,43 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 from torch.utils._python_dispatch import TorchDispatchMode
 
-_REGIONS = (torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast)
+
+class Regions(AbstractContextManager["Regions"]):
+    """A graph's regions of autocast, entered as its calls come, and left where one raises.
+
+    PyTorch does neither: it records regions without being in them, and behind an error in one would go on to use casts
+    of weights as they were.
+    """
+
+    def __init__(self) -> None:
+        self.open: list[torch.autocast] = []
+
+    def follow(self, target: Any, args: Sequence[Any]) -> bool:
+        """Begin or end a region, where that is what a call does."""
+        if target is torch.amp.autocast_mode._enter_autocast:
+            self.open.append(torch.autocast(*args))
+            self.open[-1].__enter__()
+        elif target is torch.amp.autocast_mode._exit_autocast:
+            self.open.pop().__exit__(None, None, None)
+        else:
+            return False
+        return True
+
+    def __exit__(self, *_: object) -> None:
+        """End what an error left open."""
+        while self.open:
+            self.open.pop().__exit__(None, None, None)
+
+
+class Recorder(fx.Interpreter):
+    """Runs Dynamo's graph, to be recorded, in its regions of autocast."""
+
+    def run(self, *args: Any, **_: Any) -> Any:
+        with Regions() as self.regions:
+            return super().run(*args)
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return None if self.regions.follow(target, args) else super().call_function(target, args, kwargs)
 
 
 def spell_out(graph: fx.Graph, weights: Sequence[bool]) -> None:
@@ -28,34 +65,28 @@ def spell_out(graph: fx.Graph, weights: Sequence[bool]) -> None:
     Args:
         weights: of each placeholder, whether it is one.
     """
-    if not torch._C._is_any_autocast_enabled():
-        return
     once = {n for n, w in zip((n for n in graph.nodes if n.op == "placeholder"), weights, strict=True) if w}
     if not torch.is_grad_enabled():
         once = set(graph.nodes)
     made: dict[tuple[Node, torch.dtype], Node] = {}
-    regions: dict[Node, Any] = {}
     # Autocast's cache would keep tensors without memory, and hide the second cast of a weight.
     cached = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:
-        for node in (n for n in list(graph.nodes) if n.op == "call_function"):
-            if node.target in _REGIONS:
-                regions[node] = node.target(*map_arg(node.args, lambda n: regions.pop(n)))
-                continue
-            for source, dtype in _casts(node).items():
-                cast = made.get((source, dtype)) if source in once else None
-                if cast is None:
-                    with graph.inserting_before(node):
-                        cast = graph.call_function(torch.ops.aten.to.dtype, (source, dtype))
-                    cast.meta = dict(node.meta, val=source.meta["val"].to(dtype))
-                    made[source, dtype] = cast
-                node.replace_input_with(source, cast)
+        with Regions() as regions:
+            for node in (n for n in list(graph.nodes) if n.op == "call_function"):
+                if regions.follow(node.target, node.args) or not torch._C._is_any_autocast_enabled():
+                    continue
+                for source, dtype in _casts(node).items():
+                    cast = made.get((source, dtype)) if source in once else None
+                    if cast is None:
+                        with graph.inserting_before(node):
+                            cast = graph.call_function(torch.ops.aten.to.dtype, (source, dtype))
+                        cast.meta = dict(node.meta, val=source.meta["val"].to(dtype))
+                        made[source, dtype] = cast
+                    node.replace_input_with(source, cast)
     finally:
         torch.set_autocast_cache_enabled(cached)
-        for entered in regions.values():  # a region that raised half way
-            if entered is not None:
-                torch.amp.autocast_mode._exit_autocast(entered)
 
 
 def _casts(node: Node) -> dict[Node, torch.dtype]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch.fx import Node
 from torch.fx.passes.split_module import split_module
 from torch.utils.checkpoint import checkpoint
 
+from opsmith.compiler.capture.casts import Regions
 from opsmith.compiler.capture.shards import on_shards
 
 Run = Callable[..., Any]
@@ -84,7 +86,10 @@ def _checkpointed(part: fx.GraphModule, layer: Any, given: Sequence[Any], compil
     if "_checkpoint_context_fn" in body.meta:
         run, options["context_fn"] = body.forward, body.meta["_checkpoint_context_fn"]
     else:
-        run = by_parts(body, [values.get(a, a) for a in layer.args[1:]], compile_graph)
+        with Regions() as regions:
+            for node in takewhile(lambda n: n is not layer, part.graph.nodes):
+                regions.follow(node.target, node.args)
+            run = by_parts(body, [values.get(a, a) for a in layer.args[1:]], compile_graph)
     part.add_submodule("layer", _Part(partial(checkpoint, run, **options)))
     with part.graph.inserting_before(layer):
         call = part.graph.call_module("layer", layer.args[1:])

@@ -14,7 +14,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from opsmith.call.run import decompositions
 from opsmith.compiler.algebra.canon import arguments, op_name, shape_of
-from opsmith.compiler.capture.casts import spell_out
+from opsmith.compiler.capture.casts import Recorder, spell_out
 from opsmith.compiler.capture.mutation import effects, localize
 
 
@@ -44,9 +44,9 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[Any], general: bool = F
         )
 
     with torch.fx.traceback.preserve_node_meta(), mode or contextlib.nullcontext():
-        traced = make_fx(
-            fx.Interpreter(gm).run, decompositions, pre_dispatch=True, _allow_non_fake_inputs=True
-        )(*[fake(v) for v in example_inputs])
+        traced = make_fx(Recorder(gm).run, decompositions, pre_dispatch=True, _allow_non_fake_inputs=True)(
+            *[fake(v) for v in example_inputs]
+        )
         spell_out(traced.graph, [isinstance(v, torch.nn.Parameter) for v in example_inputs])
     if general:
         check_general(traced.graph)

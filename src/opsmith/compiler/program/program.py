@@ -24,6 +24,7 @@ from torch.fx.experimental.symbolic_shapes import free_symbols
 from torch.fx.node import map_arg
 
 from opsmith.call.fast import direct
+from opsmith.compiler.capture.casts import Regions
 from opsmith.compiler.capture.mutation import filled
 from opsmith.compiler.choose.weights import Weights
 from opsmith.compiler.find.joined import joined
@@ -166,19 +167,21 @@ class Recorder:
         lasting = {m for value in self.env.values() for m in memories(value)}
         fixed = {n for n in self.nodes if n.op == "get_attr" or is_size(n)}
         living: dict[int, tuple[Node, Tensor]] = {}  # by memory: what reads it last
-        for node in self.nodes:
-            if node.op != "call_function":
-                continue
-            self.env[node] = self._call(node)
-            if node in self.constant or fixed.issuperset(node.all_input_nodes):  # it may become a constant
-                fixed.add(node)
-                lasting |= memories(self.env[node]).keys()
-            for m, t in memories(self.env[node]).items():
-                living[m] = max(max(node.users, default=node), living.get(m, (node, t))[0]), t
-            for m in [m for m, (last, _) in living.items() if last <= node or m in lasting]:
-                _, t = living.pop(m)
-                if m not in lasting:
-                    pages.forget(t)
+        with Regions() as regions:
+            for node in self.nodes:
+                if node.op != "call_function" or regions.follow(node.target, node.args):
+                    continue
+                self.env[node] = self._call(node)
+                # It may become a constant.
+                if node in self.constant or fixed.issuperset(node.all_input_nodes):
+                    fixed.add(node)
+                    lasting |= memories(self.env[node]).keys()
+                for m, t in memories(self.env[node]).items():
+                    living[m] = max(max(node.users, default=node), living.get(m, (node, t))[0]), t
+                for m in [m for m, (last, _) in living.items() if last <= node or m in lasting]:
+                    _, t = living.pop(m)
+                    if m not in lasting:
+                        pages.forget(t)
         return map_arg(self.gm.graph.find_nodes(op="output")[0].args[0], self.env.__getitem__)
 
     def _call(self, node: Node) -> Any:

@@ -14,6 +14,7 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 
 from opsmith import measure
+from opsmith.compiler.capture.casts import Regions
 from opsmith.compiler.choose.settle import learning
 from opsmith.compiler.find.site import Site
 from opsmith.compiler.program.sites import SPENT, Known, Sites
@@ -41,6 +42,7 @@ class Study:
         self.learn = learning(self.nodes, args) if training else set()
         self.env = entering(sites.gm, args)
         self.value = self.env.__getitem__
+        self.regions = Regions()
         self.at: dict[Node, list[str]] = {}
         self.last: dict[Node, Node] = {n: max(n.users, default=n) for n in self.nodes}
         for name, known in sites.items():
@@ -54,14 +56,15 @@ class Study:
         kept: list[tuple[str, Site]] = []
         walk = (name for ending in self._walk() for name in ending)
         names = (n for name in walk for n in self.sites.divided(name, self.value, self.learn))
-        for done, name in enumerate(names, 1):
-            show(f"measuring and proving {name} ({done}/{len(self.sites.report.sites)})")
-            known = self.sites[name]
-            if known.report.status == "kept" and self.sites.selector.spent:
-                known.report.status, known.report.why = "left", SPENT
-            # What failed at other sizes stays out: one rewritten graph serves all.
-            if known.report.status == "kept" and self._settled(name, known):
-                kept.append((name, known.site))
+        with self.regions:
+            for done, name in enumerate(names, 1):
+                show(f"measuring and proving {name} ({done}/{len(self.sites.report.sites)})")
+                known = self.sites[name]
+                if known.report.status == "kept" and self.sites.selector.spent:
+                    known.report.status, known.report.why = "left", SPENT
+                # What failed at other sizes stays out: one rewritten graph serves all.
+                if known.report.status == "kept" and self._settled(name, known):
+                    kept.append((name, known.site))
         show()
         return kept
 
@@ -71,7 +74,8 @@ class Study:
         for node, end in self.last.items():
             ending.setdefault(end, []).append(node)
         for node in self.nodes:
-            if node.op == "call_function" and node.target is not _SET_GRAD:
+            call = node.op == "call_function" and node.target is not _SET_GRAD
+            if call and not self.regions.follow(node.target, node.args):
                 self._call(node)
             yield self.at.get(node, [])
             for finished in ending.get(node, ()):

@@ -68,9 +68,8 @@ def _grouped(bits: Any, group: Any) -> Any:
     return group
 
 
-_METHODS: dict[
-    str, tuple[Make, tuple[str, ...], str]
-] = {  # with the ends of names, and which says that it is one
+# With the ends of names, and which says that it is one.
+_METHODS: dict[str, tuple[Make, tuple[str, ...], str]] = {
     "gptq": (_gptq, ("qweight", "qzeros", "scales", "g_idx"), "qweight"),
     "awq": (_awq, ("qweight", "qzeros", "scales"), "qweight"),
     "fp8": (_fp8, ("weight", "weight_scale_inv"), "weight_scale_inv"),

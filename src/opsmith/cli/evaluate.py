@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from opsmith import Config
     from opsmith.evaluation import Evaluation
 
-_DEFAULT = ("bfloat16", "int8", "int4")
-
 
 @dataclass(frozen=True)
 class Row:
@@ -98,7 +96,7 @@ def run(
     with told():
         chosen = [
             (label, Config.parse(fields, "evaluate"), calibrated)
-            for name in formats or (() if packed else _DEFAULT)
+            for name in formats or (() if packed else ("bfloat16", "int8", "int4"))
             for label, fields, calibrated in _variants(name, groups, asymmetric, sample is not None)
             for fields in [{"dtype": dtype, "quantize_skip": skip or []} | fields]
             if label != own

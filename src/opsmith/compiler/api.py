@@ -26,6 +26,7 @@ from opsmith.compiler.modules.embeddings import embed
 from opsmith.compiler.modules.linear_layers import tensors
 from opsmith.compiler.plan import Plan
 from opsmith.compiler.progress import show
+from opsmith.compiler.reasons import one_line
 from opsmith.compiler.session import Session
 from opsmith.compiler.warmup import Warmup, check
 from opsmith.measure.pages import Read
@@ -172,7 +173,7 @@ def optimize(
             raise ValueError(f"optimize: the model does not accept the example inputs: {problem}") from error
         if settings.dtype is not None and "dtype" in str(error):
             raise ValueError(
-                f"optimize: in {settings.dtype} the model does not accept the example inputs: {_line(error)}; "
+                f"optimize: in {settings.dtype} the model does not accept the example inputs: {one_line(error)}; "
                 f"cast them to {settings.dtype}"
             ) from error
         raise
@@ -313,10 +314,5 @@ def _eager_problem(model: nn.Module, calls: list[Call]) -> str | None:
             with torch.no_grad():
                 model(*args, **kwargs)
         except Exception as error:  # any exception of a user's model is the answer here
-            return _line(error)
+            return one_line(error)
     return None
-
-
-def _line(error: Exception) -> str:
-    """An exception in one line."""
-    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"

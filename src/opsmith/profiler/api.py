@@ -19,6 +19,7 @@ from opsmith import measure
 from opsmith.compiler import Session
 from opsmith.compiler.api import call_of
 from opsmith.compiler.choose.select import device_of
+from opsmith.compiler.reasons import one_line
 from opsmith.profiler import advise, chains
 from opsmith.profiler.attribute import attribute
 from opsmith.profiler.collect import Watched, light, names_of, repetition, session, watched
@@ -26,7 +27,7 @@ from opsmith.profiler.composites import CallSequence
 from opsmith.profiler.data import Phase
 from opsmith.profiler.marks import Marks, Modules
 from opsmith.profiler.phases import PHASES, Work, bytes_of, phase_of
-from opsmith.profiler.repeat import block, once, one_line, overhead, traced_runs, watch_shapes
+from opsmith.profiler.repeat import block, once, overhead, traced_runs, watch_shapes
 from opsmith.profiler.result import Profile
 from opsmith.profiler.roofline import Roofs, judge
 from opsmith.version import VERSION

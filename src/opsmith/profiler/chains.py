@@ -62,7 +62,8 @@ def _of(sequence: CallSequence) -> list[tuple[tuple[str, ...], float, str]]:
             a, b = line[-1], follows[line[-1]]
             saved += handed[a, b] * (2 if len(readers[a]) == 1 else 1)
             line.append(b)
-        found.append((tuple(_name(sequence, g) for g in line), saved, _ours(sequence, line)))
+        names = [sequence.found[g].row.operator if g >= 0 else bare(sequence.names[~g]) for g in line]
+        found.append((tuple(names), saved, _ours(sequence, line)))
     return found
 
 
@@ -70,10 +71,6 @@ def _fusible(sequence: CallSequence, group: int) -> bool:
     if group >= 0:
         return sequence.found[group].row.kind in _FUSIBLE
     return kind_of(sequence.names[~group]) in _FUSIBLE
-
-
-def _name(sequence: CallSequence, group: int) -> str:
-    return sequence.found[group].row.operator if group >= 0 else bare(sequence.names[~group])
 
 
 def _ours(sequence: CallSequence, line: list[int]) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from opsmith import measure
+from opsmith.compiler.reasons import one_line
 from opsmith.profiler.collect import Watched, names_of, preorder, repetition, session, settle, watched
 from opsmith.profiler.composites import CallSequence, of_sites, trace
 from opsmith.profiler.data import Phase
@@ -162,9 +163,3 @@ def estimated(run: Watched, shapes: bool) -> float:
             differences.append(repeat() - without)
     extra = max(median(differences), 0.0) * len(names_of(run))
     return extra / max(run.seconds - extra, 1e-9)
-
-
-def one_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    what = {KeyboardInterrupt: "interrupted", SystemExit: "the program exited"}.get(type(error))
-    return f"{what or type(error).__name__}" + (f": {lines[0][:200]}" if lines else "")

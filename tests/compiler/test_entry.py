@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 
 import opsmith
+from opsmith.compiler import entry
 
 UNTIMED = opsmith.Config(tune=False, inductor=False)
 
@@ -260,3 +262,56 @@ def test_lengths_that_are_captured_one_by_one_end_in_the_models_own_code(
         torch.testing.assert_close(model(x), model._call_impl(x))
     assert len(model.opsmith.parts) == 3
     assert "captured at 3 sizes" in str(model.opsmith.report)
+
+
+def layers_of(kind: str) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    """PyTorch's own layers and a call of them: with a mask they ask its numbers whether it is causal."""
+    sizes: Any = {"dim_feedforward": 32, "dropout": 0.0, "batch_first": True}
+    x, mask = torch.randn(2, 5, 16), nn.Transformer.generate_square_subsequent_mask(5)
+    if kind == "both":
+        return nn.Transformer(16, 2, 1, 1, **sizes).eval(), {"src": x, "tgt": x, "tgt_mask": mask}
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, **sizes), 1).eval()
+    return encoder, {"src": x} | ({"mask": mask} if kind == "masked" else {})
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("kind", "attentions"), [("plain", 1), ("masked", 1), ("both", 3)])
+def test_layers_of_pytorchs_own_are_captured_by_their_parts(kind: str, attentions: int) -> None:
+    """Where nothing learns, they are one operator each to PyTorch; behind a break in them Dynamo goes on at ours."""
+    model, inputs = layers_of(kind)
+    wanted = model(**inputs)
+    opsmith.optimize(model, inputs, config=UNTIMED)
+    session: Any = model.opsmith
+    found = [s.operator for s in session.report.sites if s.status == "kept"]
+    assert found.count("attention") == attentions
+    assert found.count("layer_norm") == {1: 2, 3: 2 + 3 + 2}[attentions]
+    assert torch.backends.mha.get_fastpath_enabled()
+    parts = len(session.parts)
+    for _ in range(2):
+        torch.testing.assert_close(model(**inputs), wanted)
+    assert len(session.parts) == parts
+
+
+@torch.no_grad()
+def test_packed_weights_are_those_that_pytorchs_own_layers_read() -> None:
+    model, inputs = layers_of("plain")
+    exact = model(**inputs)
+    opsmith.optimize(model, inputs, quantize="int8", config=UNTIMED)
+    assert not torch.allclose(model(**inputs), exact, atol=1e-4)
+    torch.testing.assert_close(model(**inputs), exact, atol=0.1, rtol=0)
+
+
+def test_dynamos_advice_at_a_break_is_not_ours_to_give() -> None:
+    logger = logging.getLogger("torch._dynamo.variables.tensor")
+    heard: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = heard.append  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    try:
+        with entry._capturing(general=False, left=[], whole=False):
+            logger.warning("while a model is captured")
+        assert not heard
+        logger.warning("to somebody else")
+        assert len(heard) == 1
+    finally:
+        logger.removeHandler(handler)

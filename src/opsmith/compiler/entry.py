@@ -10,7 +10,7 @@ import time
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from types import FunctionType
 from typing import Any
@@ -40,13 +40,15 @@ def entry(model: nn.Module, session: Session) -> Callable[..., Any]:
     """
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        # A frame of our own: Dynamo starts at none of PyTorch's, and a model may be one of its modules.
-        return model._call_impl(*args, **kwargs)
+        # A frame of our own, not done with the call: Dynamo begins and goes on at none of PyTorch's, as a model may be.
+        result = model._call_impl(*args, **kwargs)
+        return result
 
     forward = _apart(forward)
     # Dynamo builds its guards twice where somebody chooses among them.
+    whole = any(isinstance(m, _LAYERS) for m in model.modules())
     packed = session.config.quantize or session.packing.adopted
-    chosen = keep_input_guards if session.config.frozen else needed if packed else None
+    chosen = keep_input_guards if session.config.frozen else needed if packed or whole else None
     options: Any = chosen and {"guard_filter_fn": chosen}
     compiled = torch.compile(forward, backend=_backend(session), dynamic=True, options=options, **_UNLIMITED)
     seen: dict[tuple[Any, ...], Callable[..., Any]] = {}
@@ -116,13 +118,13 @@ def entry(model: nn.Module, session: Session) -> Callable[..., Any]:
         before, started = len(session.parts), time.monotonic()
         left: list[Exception] = []
         try:
-            with _capturing(session.capturing.general, left):
+            with _capturing(session.capturing.general, left, whole):
                 result = compiled(*args, **kwargs)
         except torch._dynamo.exc.TorchDynamoException:
             if not session.capturing.general:  # what ran before would run twice
                 raise
             general = session.capturing.general = False
-            with _capturing(False, left):
+            with _capturing(False, left, whole):
                 result = compiled(*args, **kwargs)
         finally:
             session.capturing.general = session.capturing.ready = False
@@ -181,6 +183,7 @@ def _backend(session: Session) -> Callable[..., Any]:
 
 # What a key says all of. A cache without state is always the same.
 _PLAIN = (Tensor, bool, int, float, str, NoState)
+_LAYERS = nn.TransformerEncoderLayer | nn.TransformerEncoder | nn.TransformerDecoder
 _MANY = 1 << 16
 _OFTEN = 8  # captures of a call at sizes that are numbers to Dynamo, as of a loop that it unrolls
 # A size seen before may be captured anew too, after a change of the model; PyTorch 2.13 has a limit for each function.
@@ -204,19 +207,16 @@ class _Forgotten(Exception):
     """Dynamo captures again what it had captured, as after torch.compiler.reset(), and without the settings for it."""
 
 
-def _begins(_: CallbackArgs) -> None:
-    show("capturing the model")
-
-
 @contextmanager
-def _capturing(general: bool, left: list[Exception]) -> Iterator[None]:
+def _capturing(general: bool, left: list[Exception], whole: bool) -> Iterator[None]:
     """The settings under which a graph is captured.
 
     Recompilations are no sign of trouble here: there is one for each kind of sizes. Sizes that are
     equal in the example (a cache as long as a stride) may differ in the next call, unless the model says otherwise.
     A `general` graph serves sizes of one too, a batch of one above all, unless the model asks for such a size. What
     fails in that is captured otherwise; what fails then, or behind a break of the graph, runs in eager PyTorch, which
-    Dynamo says to its logger alone: it is `left`.
+    Dynamo says to its logger alone: it is `left`. Its advice at a break by `.item()` would have it capture less. Layers
+    that are one operator as a `whole` to PyTorch, where nothing learns, are captured by their parts.
     Python's garbage collector would look through all objects of all libraries again and again, a tenth of the time.
     """
 
@@ -225,11 +225,11 @@ def _capturing(general: bool, left: list[Exception]) -> Iterator[None]:
         ours = record.levelno >= logging.WARNING and record.thread == threading.get_ident()
         if ours and isinstance(error, Exception):
             left.append(error)
-        return not ours or error is None
+        return not ours or (error is None and not record.name.endswith("variables.tensor"))
 
-    logger = logging.getLogger("torch._dynamo.convert_frame")
-    logger.addFilter(hear)
-    callback_handler.register_start_callback(_begins)
+    def begins(_: CallbackArgs) -> None:
+        show("capturing the model")
+
     with (
         measure.no_collection(),
         torch._dynamo.config.patch(
@@ -238,13 +238,21 @@ def _capturing(general: bool, left: list[Exception]) -> Iterator[None]:
             recompile_limit=_MANY,
             accumulated_recompile_limit=_MANY,
             run_gc_after_compile=False,
+            # Behind a break Dynamo begins at no frame of PyTorch's layers; with hooks set there, this fails in 2.13.
+            nested_graph_breaks=whole,
         ),
         torch.fx.experimental._config.patch(  # type: ignore[attr-defined]
             use_duck_shape=False, backed_size_oblivious=general
         ),
+        ExitStack() as stack,
     ):
-        try:
-            yield
-        finally:
-            logger.removeFilter(hear)
-            callback_handler.remove_start_callback(_begins)
+        for name in ("convert_frame", "variables.tensor"):
+            logger = logging.getLogger(f"torch._dynamo.{name}")
+            logger.addFilter(hear)
+            stack.callback(logger.removeFilter, hear)
+        callback_handler.register_start_callback(begins)
+        stack.callback(callback_handler.remove_start_callback, begins)
+        if whole and torch.backends.mha.get_fastpath_enabled():
+            torch.backends.mha.set_fastpath_enabled(False)
+            stack.callback(torch.backends.mha.set_fastpath_enabled, True)
+        yield

@@ -336,8 +336,8 @@ def _wrong(packed: PackedLinear, x: Tensor) -> str:
 
 
 def needed(guards: Sequence[GuardFilterEntry]) -> list[bool]:
-    """Of what Dynamo would ask before every call, all but what is inside a packed layer, which nobody else changes."""
+    """All that Dynamo would ask before a call but what is inside packed layers, and PyTorch's leave for a fast path."""
     inside = tuple(
         g.name + end for g in guards if g.has_value and isinstance(g.value, PackedLinear) for end in ".["
     )
-    return [not g.name.startswith(inside) for g in guards]
+    return [not g.name.startswith(inside) and not g.name.endswith("._is_fastpath_enabled") for g in guards]

@@ -275,6 +275,50 @@ def test_changes_in_place_within_the_graph_are_respected() -> None:
             torch.testing.assert_close(model(x), want)
 
 
+class _Attending(nn.Module):
+    """Attention written out, of a token and what a cache of fixed length holds, which takes the token in first.
+
+    With `between`, the cache changes once more after the scores were computed.
+    """
+
+    place: torch.Tensor
+    keys: torch.Tensor
+    values: torch.Tensor
+
+    def __init__(self, between: bool) -> None:
+        super().__init__()
+        self.between = between
+        self.register_buffer("place", torch.tensor([2]))
+        for name in ("keys", "values"):
+            self.register_buffer(name, numbers(1, 2, 5, 8, seed=len(name)))
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        bias = mask.unsqueeze(1)
+        keys = self.keys.index_copy_(2, self.place, k)
+        values = self.values.index_copy_(2, self.place, v).view(2, 5, 8)
+        scores = q @ keys.transpose(-1, -2) * 8**-0.5 + bias
+        if self.between:
+            self.values.mul_(2.0)
+        weights = torch.softmax(scores, -1)
+        return (weights.view(2, 1, 5) @ values).view(1, 2, 1, 8)
+
+
+@pytest.mark.parametrize("between", [False, True])
+def test_attention_to_a_cache_that_is_written_first_is_found(between: bool) -> None:
+    model = seeded(partial(_Attending, between))
+    eager = copy.deepcopy(model)
+    tokens = [numbers(1, 2, 1, 8, seed=seed) for seed in range(3)]
+    mask = numbers(1, 1, 5, seed=3)
+    optimized(model, *tokens, mask)
+    with torch.no_grad():
+        eager(*tokens, mask)
+        for shift in (0.0, 1.0):
+            given = *(t + shift for t in tokens), mask
+            torch.testing.assert_close(model(*given), eager(*given))
+    assert model.opsmith.report.found.get("attention", 0) == (0 if between else 1)
+    torch.testing.assert_close(model.values, eager.values)
+
+
 def test_inference_mode_and_no_grad_mix() -> None:
     model = seeded(Feed)
     truth = Truth(model)

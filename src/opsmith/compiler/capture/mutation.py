@@ -30,32 +30,30 @@ class Effects:
     writes: dict[Node, frozenset[int]] = field(default_factory=dict)  # the memory that a node writes to
     random: bool = False
 
-    @property
-    def changed(self) -> frozenset[int]:
-        """All memory that is written to."""
-        return frozenset().union(*self.writes.values())
-
     def inputs(self, graph: fx.Graph) -> list[int]:
         """The positions of the inputs that a run changes."""
-        placeholders = graph.find_nodes(op="placeholder")
-        return [i for i, n in enumerate(placeholders) if self.memory.get(n) in self.changed]
+        changing = self.changing()
+        return [i for i, n in enumerate(graph.find_nodes(op="placeholder")) if n in changing]
 
-    def opaque(self) -> frozenset[Node]:
-        """Nodes whose value is not what their formula says: their memory is changed at some time."""
-        changed = self.changed
+    def changing(self) -> frozenset[Node]:
+        """Nodes whose memory is changed at some time."""
+        changed: frozenset[int] = frozenset().union(*self.writes.values())
         return frozenset(n for n, m in self.memory.items() if m in changed)
 
-    def disturbed(self, region: Iterable[Node], inputs: Iterable[Node]) -> bool:
+    def opaque(self) -> frozenset[Node]:
+        """Nodes whose value is not what their formula says: those, but views, which show what is there at any time."""
+        shown = {n for n, m in self.memory.items() for of in n.all_input_nodes if self.memory.get(of) == m}
+        return self.changing() - (shown - self.writes.keys())
+
+    def disturbed(self, region: Iterable[Node], outputs: Collection[Node]) -> bool:
         """True when one call at the end of the region could see other values than the region's nodes did."""
-        if not self.writes:
-            return False
-        region = set(region)
-        memory = {self.memory.get(n) for n in (*region, *inputs)}
-        first, last = min(region), max(region)
-        return any(
-            node in region or (bool(written & memory) and first < node < last)
-            for node, written in self.writes.items()
-        )
+        region = {*region, *outputs}
+        for node, written in self.writes.items():
+            # A change before all that reads what is changed, and before all outputs, is seen by both.
+            reads = [n for n in region if written & {self.memory.get(m) for m in (n, *n.all_input_nodes)}]
+            if node in region or (reads and min(*outputs, *reads) < node < max(region)):
+                return True
+        return False
 
 
 class Rehearsal:

@@ -94,7 +94,7 @@ def note_constants(gm: fx.GraphModule) -> None:
 def tidy(graph: fx.Graph) -> None:
     """Drop what gives its input: dropout out of training, casts and views to what a value is, joins with nothing."""
     localize(graph)
-    changing = effects(graph).opaque()
+    changing = effects(graph).changing()
     for node in list(graph.nodes):
         if node.op != "call_function":
             continue

@@ -119,7 +119,7 @@ def join(
         ):
             continue
         site = _site(group)
-        if not effects.disturbed(site.region, site.inputs) and may_lay([p.layer for p in group]):
+        if not effects.disturbed(site.region, site.outputs) and may_lay([p.layer for p in group]):
             sites.append(site)
     return sites
 
@@ -180,7 +180,8 @@ def private(results: Sequence[Node], graph: fx.Graph, effects: Effects) -> bool:
     by_strides = any(
         op_name(n) == "aten::as_strided" and effects.memory.get(n) in memory for n in graph.nodes
     )
-    return len(memory) == len(results) and not by_strides and not memory & (returned | effects.changed)
+    own = len(memory) == len(results) and not memory & returned
+    return own and not by_strides and effects.changing().isdisjoint(results)
 
 
 def _site(group: list[Part]) -> Site:

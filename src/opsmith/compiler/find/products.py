@@ -35,7 +35,7 @@ def together(
         if private([s.root for s in group], graph, effects):
             site = _site(group)
             weights = [values[s.arguments["weight"]] for s in group]
-            if not effects.disturbed(site.region, site.inputs) and lay(weights):
+            if not effects.disturbed(site.region, site.outputs) and lay(weights):
                 merged |= dict.fromkeys(map(id, group), site)
     return list({id(s): s for s in (merged.get(id(s), s) for s in sites)}.values())
 

@@ -283,7 +283,7 @@ class _Finder:
 
     def _disturbed(self, site: Site) -> bool:
         """True when a change in place stands between what the site reads and where its call would stand."""
-        return self.effects.disturbed({*site.region, *site.outputs}, site.inputs)
+        return self.effects.disturbed(site.region, site.outputs)
 
     def _misses(self, sites: list[Site]) -> list[Miss]:
         """The near misses that stand outside every site, the closest for each root, inner ones dropped.

@@ -92,7 +92,7 @@ def _machine(machine: Machine) -> list[Line]:
         f"torch uses {machine.threads} of {machine.cores} processors: unset OMP_NUM_THREADS, or call "
         f"torch.set_num_threads({machine.cores}), unless that is meant"
     )
-    version = tuple(int(part) for part in machine.torch.split("+")[0].split(".")[:2])
+    early = tuple(int(part) for part in machine.torch.split("+")[0].split(".")[:2]) < _OLDEST_TORCH
     old = f"opsmith needs torch {_OLDEST_TORCH[0]}.{_OLDEST_TORCH[1]} or newer: pip install -U torch"
     return [
         Line("processor", machine.cpu),
@@ -100,12 +100,7 @@ def _machine(machine: Machine) -> list[Line]:
         Line("caches", caches or "unknown to the system"),
         Line("memory", size_of(machine.memory_bytes)),
         Line("system", f"{machine.system}, Python {machine.python}"),
-        Line(
-            "torch",
-            f"{machine.torch}, {machine.capability}",
-            old if version < _OLDEST_TORCH else "",
-            version < _OLDEST_TORCH,
-        ),
+        Line("torch", f"{machine.torch}, {machine.capability}", old if early else "", early),
         Line("GPU", machine.gpu or "none that this PyTorch can use; operators run on the CPU"),
     ]
 
@@ -127,32 +122,19 @@ def _kernels() -> tuple[list[Line], dict[str, Any] | None]:
         return [Line("kernels", "cannot be used", " ".join(str(error).split()), grave=True)], None
     best = isa.supported()[-1]
     lower = f"OPSMITH_ISA asks for less than this processor can do ({best}); unset it for full speed"
+    why = "" if loaded else " ".join((state.reason or "").split())
+    calls = "direct" if directly else "through PyTorch's dispatcher"
+    how = "recorded in C++" if recorded else "recorded by Functions in Python"
+    needed = "a C++20 compiler and Python's headers (python3-dev) spare"
     no_compiler = "needed to build kernels for other sources, flags or torch versions: install g++ or clang++"
     # A failure of the build is told with the kernels already.
     on_its_way = " ".join(str(said[0].message).split()) if loaded and said else ""
     lines = [
         Line("kernel tier", state.tier, lower if state.tier != best else ""),
         Line("compiler", state.compiler or "none", "" if state.compiler else no_compiler),
-        Line(
-            "kernels",
-            _libraries(state),
-            "" if loaded else " ".join((state.reason or "").split()),
-            grave=not loaded,
-        ),
-        Line(
-            "kernel calls",
-            "direct" if directly else "through PyTorch's dispatcher",
-            ""
-            if directly or not loaded
-            else "a C++20 compiler and Python's headers (python3-dev) spare 2 µs a call",
-        ),
-        Line(
-            "gradients",
-            "recorded in C++" if recorded else "recorded by Functions in Python",
-            ""
-            if recorded or not loaded
-            else "a C++20 compiler and Python's headers (python3-dev) spare small ones 15 to 40 µs",
-        ),
+        Line("kernels", _libraries(state), why, grave=not loaded),
+        Line("kernel calls", calls, f"{needed} 2 µs a call" if loaded and not directly else ""),
+        Line("gradients", how, f"{needed} small ones 15 to 40 µs" if loaded and not recorded else ""),
         Line("kernel cache", f"{state.cache}, {size_of(state.bytes)}", on_its_way),
     ]
     return lines, {**asdict(state), "direct_calls": directly, "recorded_calls": recorded}

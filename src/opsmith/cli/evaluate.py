@@ -85,10 +85,8 @@ def run(
     for name in formats or ():
         if name not in DTYPES and name not in CHOICES:
             raise CommandError(f"--format: there is no {name!r}; there are: {', '.join((*DTYPES, *CHOICES))}")
-    words, sample = (
-        _read("--text", text),
-        None if calibration is None else _read("--calibration", calibration),
-    )
+    words = _read("--text", text)
+    sample = None if calibration is None else _read("--calibration", calibration)
     with output.console.status("loading the model"), told("evaluate: "):
         model, tokenizer = hf.load_with_tokenizer(path)
     own = str(next(p.dtype for p in model.parameters())).removeprefix("torch.")

@@ -124,7 +124,7 @@ def all_logits(profile: Profile, phase: Phase, roofs: Roofs) -> Iterator[Said]:
     if phase.name != "prefill" or not sequences:
         return
     for row in phase.rows:
-        sizes = _sizes(row)
+        sizes = [[*map(int, found.split("×"))] for found in re.findall(r"\d+(?:×\d+)+", row.shape)]
         if row.kind != MATMUL or len(sizes) < 2 or len(sizes[1]) != 2 or len(sizes[0]) < 2:
             continue
         rows = math.prod(sizes[0][:-1])
@@ -194,11 +194,6 @@ def padding(profile: Profile, phase: Phase, roofs: Roofs) -> Iterator[Said]:
 
 
 _PER_HEAD = {"matmul", "bmm", "baddbmm", "softmax", "_softmax"}
-
-
-def _sizes(row: Row) -> list[tuple[int, ...]]:
-    """The shapes that a row names, in order."""
-    return [tuple(map(int, found.split("×"))) for found in re.findall(r"\d+(?:×\d+)+", row.shape)]
 
 
 def _where(row: Row) -> str:

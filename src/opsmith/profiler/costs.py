@@ -180,15 +180,6 @@ def _rows(flops: float, times: float) -> Formula:
     return formula
 
 
-def _copy(i: Inputs) -> Cost:
-    """Read, and written in its shape."""
-    return Cost(0.0, nbytes(i[0]) + i[0].nbytes)
-
-
-def _to_copy(i: Inputs) -> Cost:
-    return Cost(0.0, nbytes(i[0], torch.ops.aten._to_copy(i[0], dtype=i[1])))
-
-
 def _put(i: Inputs) -> Cost:
     """The values read and written at their places; the places read."""
     target, *rest = tensors(i)
@@ -205,20 +196,6 @@ def _gathered(i: Inputs) -> Cost:
         raise ValueError("how many are kept is not in the shapes")
     picked = _elements(index) * math.prod(source.shape[len(index) :])
     return Cost(0.0, 2 * picked * source.itemsize + nbytes(*index))
-
-
-def _gather(i: Inputs) -> Cost:
-    index = tensors(i)[1]
-    return Cost(0.0, 2 * index.numel() * i[0].itemsize + nbytes(index))
-
-
-def _index_select(i: Inputs) -> Cost:
-    return Cost(0.0, 2 * nbytes(i[0]) * i[2].numel() // max(i[0].shape[i[1]], 1))
-
-
-def _made(i: Inputs) -> Cost:
-    """What has no tensor to look at costs what it makes, which the event does not tell: next to nothing."""
-    return Cost(0.0, nbytes(*tensors(i[:1])))
 
 
 # By class: names, without namespace and trailing "_", and their formula. A gradient has its operator's class.
@@ -264,17 +241,19 @@ _TABLE: dict[str, dict[str, Formula | None]] = {
         "glu relu6 celu selu threshold logit log_sigmoid prelu": None,
     },
     data.COPIES: {
-        "clone constant_pad_nd roll flip tril triu": _copy,
+        # Read, and written in its shape.
+        "clone constant_pad_nd roll flip tril triu": lambda i: Cost(0.0, nbytes(i[0]) + i[0].nbytes),
         "copy": lambda i: Cost(0.0, nbytes(i[0], i[1])),
-        "_to_copy": _to_copy,
+        "_to_copy": lambda i: Cost(0.0, nbytes(i[0], torch.ops.aten._to_copy(i[0], dtype=i[1]))),
         "cat stack": lambda i: Cost(0.0, 2.0 * sum(t.nbytes for t in tensors(i[:1]))),
         "index_put _index_put_impl index_copy index_add scatter scatter_add slice_scatter": _put,
-        "gather": _gather,
-        "index_select": _index_select,
+        "gather": lambda i: Cost(0.0, 2 * tensors(i)[1].numel() * i[0].itemsize + nbytes(tensors(i)[1])),
+        "index_select": lambda i: Cost(0.0, 2 * nbytes(i[0]) * i[2].numel() // max(i[0].shape[i[1]], 1)),
         "index": _gathered,
         "nonzero": _reduction,
+        # What has no tensor to look at costs what it makes, which the event does not tell: next to nothing.
         "fill zero zeros ones full arange zeros_like ones_like full_like new_zeros new_ones new_full scalar_tensor "
-        "lift_fresh_copy linspace": _made,
+        "lift_fresh_copy linspace": lambda i: Cost(0.0, nbytes(*tensors(i[:1]))),
         "select_scatter repeat repeat_interleave masked_select pad expand_copy concat concatenate pixel_shuffle "
         "_pad_circular": None,
     },

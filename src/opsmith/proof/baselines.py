@@ -101,20 +101,9 @@ def _rope_qk(q: Any, k: Any, cos: Any, sin: Any, **options: Any) -> Any:
 
 
 def _loss(function: str) -> Callable[..., Any]:
-    def call(
-        *tensors: Any,
-        ignore_index: int = -100,
-        label_smoothing: float = 0.0,
-        z_loss: float = 0.0,
-        reduction: str = "mean",
-    ) -> Any:
-        return getattr(_functional(), function)(
-            *tensors,
-            ignore_index=ignore_index,
-            label_smoothing=label_smoothing,
-            lse_square_scale=z_loss,
-            reduction=reduction,
-        )
+    def call(*tensors: Any, ignore_index: int = -100, z_loss: float = 0.0, **options: Any) -> Any:
+        options |= {"ignore_index": ignore_index, "lse_square_scale": z_loss}
+        return getattr(_functional(), function)(*tensors, **options)
 
     return call
 

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from opsmith.authoring.project import Kernels
     from opsmith.implementation import Implementation, Supports
 
-__all__ = ["BACKEND"]
-
 
 class Ascend(Backend):
     """Kernels in Ascend C, for NPUs."""

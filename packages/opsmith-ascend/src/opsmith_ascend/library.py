@@ -14,8 +14,6 @@ from opsmith.ops import MLACache
 from opsmith_ascend import launches
 from opsmith_ascend.launches import Launch
 
-__all__ = ["NAMESPACE", "implementations", "kv_form"]
-
 NAMESPACE = "opsmith_npu"
 
 

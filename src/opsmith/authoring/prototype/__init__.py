@@ -27,10 +27,6 @@ _Strict = ConfigDict(extra="forbid", frozen=True)
 Strings = list[str]
 
 
-def _one_or_more(value: Any) -> Any:
-    return [value] if isinstance(value, str) else value
-
-
 def _identifier(name: str) -> str:
     if not _IDENTIFIER.fullmatch(name):
         raise ValueError("allowed: a letter, then at most 63 ASCII letters, digits and underscores")
@@ -52,7 +48,7 @@ class Description(BaseModel):
     type: Strings = Field(min_length=1, max_length=_MOST)
     shape: list[StrictInt | str] | None = Field(default=None, max_length=16)
 
-    _lists = field_validator("format", "type", mode="before")(_one_or_more)
+    _lists = field_validator("format", "type", mode="before")(lambda v: [v] if isinstance(v, str) else v)
     _named = field_validator("name")(_identifier)
 
     @field_validator("format")

@@ -77,12 +77,11 @@ def prepack(weight: Tensor, rows: int) -> Tensor:
     return torch.ops.mkldnn._reorder_linear_weight(weight, rows)  # type: ignore[no-any-return]
 
 
-def _fake_binary(x: Tensor, other: Tensor, weight: Tensor, bias: Tensor | None, attribute: str) -> Tensor:
-    return x.new_empty((*x.shape[:-1], weight.shape[0]))
-
-
 # PyTorch knows the shape of the unary form only; without this one, a graph could not hold the addition.
 _META = torch.library.Library("mkldnn", "IMPL", "Meta")
 _BINARY = "mkldnn::_linear_pointwise.binary"
 if ONEDNN_DTYPES and not torch._C._dispatch_has_kernel_for_dispatch_key(_BINARY, "Meta"):
-    _META.impl("_linear_pointwise.binary", _fake_binary)
+    _META.impl(
+        "_linear_pointwise.binary",
+        lambda x, other, weight, bias, attribute: x.new_empty((*x.shape[:-1], weight.shape[0])),
+    )

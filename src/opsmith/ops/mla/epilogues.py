@@ -286,13 +286,9 @@ def _kv_samples(make: Make) -> Iterator[Sample]:
 
 def _kv_workloads(make: Make) -> Iterator[Sample]:
     for tokens in (4096, 4):
-        sizes: dict[str, Any] = {
-            "mode": "split",
-            "blocks": max(1, tokens // 128),
-            "block_size": 128,
-            "rope": 64,
-        }
-        slots = some_slots(make, tokens, sizes["blocks"], 128, skip=False)
+        blocks = max(1, tokens // 128)
+        sizes = {"mode": "split", "blocks": blocks, "block_size": 128, "rope": 64}
+        slots = some_slots(make, tokens, blocks, 128, skip=False)
         yield Sample(
             f"{tokens} tokens, V3", (make(tokens, 2112), make(512), *table(make, tokens, 64), slots), sizes
         )

@@ -13,19 +13,8 @@ from rich.table import Table
 from opsmith.profiler.data import ATTENTION, FRAMEWORK, MATMUL, Bill, Findings, Phase, bill, by_shape, sums
 
 _SHAPES, _CHAINS, _LAYERS = 12, 6, 24
-HEADS = (
-    "ms",
-    "share",
-    "calls",
-    "GFLOP",
-    "least MB",
-    "FLOP/B",
-    "GFLOP/s",
-    "GB/s",
-    "bound by",
-    "of roof",
-    "lost ms",
-)
+_WORK = ("GFLOP", "least MB", "FLOP/B", "GFLOP/s", "GB/s")  # of what computes
+HEADS = ("ms", "share", "calls", *_WORK, "bound by", "of roof", "lost ms")
 
 
 def text(profile: Findings, width: int = 150) -> str:

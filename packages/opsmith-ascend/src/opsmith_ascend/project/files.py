@@ -26,8 +26,6 @@ from opsmith_ascend.project.lower import (
     Vectors,
 )
 
-__all__ = ["write"]
-
 _TEMPLATES = Path(__file__).parent / "templates"
 COPIED = [*sorted(SHARED.glob("formula*.h")), SHARED / "tiling.h"]
 _DT = {"float32": "DT_FLOAT", "bfloat16": "DT_BF16", "float16": "DT_FLOAT16", "bool": "DT_BOOL"}

@@ -18,19 +18,6 @@ from opsmith.authoring.lower.emit import Emitter, float_text
 from opsmith.authoring.lower.plan import COLUMN, FULL, ROW, Output, Plan, Statistic
 from opsmith.authoring.lower.rows import Rows
 
-__all__ = [
-    "BYTES",
-    "COLUMNS",
-    "FUNCTIONS",
-    "INSTRUCTIONS",
-    "NUMBER",
-    "ROWS",
-    "TILE",
-    "Phase",
-    "Unsupported",
-    "Vectors",
-]
-
 NUMBER, ROWS, COLUMNS, TILE = "number", "rows", "columns", "tile"
 _BINARY = {"add": "Add", "sub": "Sub", "mul": "Mul", "div": "Div", "max": "Max", "min": "Min"}
 _ACROSS = {"add": "Plus", "sub": "Minus", "mul": "Times", "div": "Over", "max": "Larger", "min": "Lesser"}

@@ -18,8 +18,6 @@ from opsmith.authoring.project import Kernels, imported
 from opsmith.implementation import Supports
 from opsmith_ascend.emulation import CORES, Emulation, EmulationError, emulate
 
-__all__ = ["call", "compile_all", "load"]
-
 _NAME = "opsmith_ascendc"  # of a project's files of Python, while they are imported
 
 

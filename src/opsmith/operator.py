@@ -363,6 +363,19 @@ class Operator:
                 refused[candidate.name] = str(answer)
         return accepted, refused
 
+    def cost_of(self, sample: Sample) -> Cost:
+        """What `cost` says of a sample; a ValueError that names the card where it says no numbers, or raises."""
+        try:
+            cost = self.cost(*sample.args, **sample.kwargs)
+            if math.isfinite(cost.flops + cost.min_bytes):
+                return cost
+            why = f"is {cost}"
+        except Exception as error:
+            why = f"raised {type(error).__name__}: {error}"
+        raise ValueError(
+            f"{self.name}: the cost of {sample.name!r} {why}; correct `cost` in the operator's card"
+        )
+
     def exact(self, sample: Sample) -> Any:
         """The float64 reference of a sample."""
         wide = sample.cast(torch.float64)

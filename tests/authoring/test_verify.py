@@ -13,12 +13,13 @@ from typing import Any
 import pytest
 import torch
 
-from opsmith.authoring import project
+from opsmith.authoring import new, project
 from opsmith.cli import main
-from opsmith.kernels import triton as kernels
+from opsmith.kernels import nvcc, triton as kernels
 from opsmith.kernels.compiler import find_compiler
 
 from . import faults, normed_turn
+from .prototypes import prototype
 
 Found = list[tuple[bool, str, int, str]]
 
@@ -155,6 +156,70 @@ def test_a_kernel_that_does_not_compile_is_a_failure(
     assert re.search(
         "turn_uncompiled native, compiles: .*cpp:[0-9]+: 'nought' was not", capsys.readouterr().err
     )
+
+
+@pytest.mark.skipif(not find_compiler(), reason="there is no C++ compiler")
+@pytest.mark.skipif(kernels.INTERPRETED, reason="the interpreter has the CPU")
+@pytest.mark.parametrize("than", ["smaller", "larger"])
+def test_declared_sizes_that_the_reference_contradicts_are_found_before_a_kernel_runs(
+    than: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    described = prototype(f"SizesOf{than.title()}", {"x": "... N"}, "x + 1")
+    (tmp_path / "p.json").write_text(json.dumps(described))
+    folder, _, _ = new.create(tmp_path / "p.json", tmp_path / "made", backends=("cpu", "triton"))
+    card = folder / "operator.py"
+    text = card.read_text()
+    if than == "smaller":
+        card.write_text(text.replace('outputs={"y": "... N"}', 'outputs={"y": "..."}'))
+    else:
+        card.write_text(text.replace("return x + 1", "return (x + 1).sum(-1)"))
+    assert card.read_text() != text
+    module = project.load(folder)
+    x = torch.randn(2, 3)
+    with pytest.warns(RuntimeWarning, match="outputs= declares .* the reference returns .*\nUntil then"):
+        torch.testing.assert_close(module.CARD.function(x), module.reference(x))
+    assert module.KERNELS.offers("triton") is not True
+    assert main(["verify", str(folder), "--dtype", "float32"]) == 1
+    said = re.search(
+        r"card, sizes: .*operator.py: outputs= declares (.*) for .*, the reference returns (.*);",
+        capsys.readouterr().out,
+    )
+    assert said is not None
+    assert said[1] != said[2]
+    assert main(["build", str(folder)]) == 1
+    assert "outputs= declares" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not find_compiler(), reason="there is no C++ compiler")
+@pytest.mark.skipif(kernels.INTERPRETED, reason="the interpreter has the CPU")
+def test_a_cost_that_raises_is_a_failure_of_the_card(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = normed_turn.write(tmp_path, "turn_costly", backends=("cpu",))
+    card = folder / "operator.py"
+    card.write_text(card.read_text().replace("Cost(8.0 * x.numel()", "Cost(8.0 * x.elements()"))
+    for verb in ("verify", "bench"):
+        assert main([verb, str(folder), "--dtype", "float32", "--quick"]) == 1
+        said = "turn_costly: the cost of '1x2' raised AttributeError: .*'elements'; correct `cost`"
+        assert re.search(said, capsys.readouterr().err)
+
+
+@pytest.mark.skipif(not find_compiler() or nvcc.find() is None, reason="there is no C++ compiler, or no nvcc")
+@pytest.mark.skipif(kernels.INTERPRETED, reason="the interpreter has the CPU")
+def test_cuda_kernels_are_compiled_though_no_gpu_is_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "p.json").write_text(json.dumps(prototype("CompiledAway", {"x": "... N"}, "x + 1")))
+    folder, _, _ = new.create(tmp_path / "p.json", tmp_path / "made", backends=("cpu", "cuda"))
+    assert main(["verify", str(folder), "--dtype", "float32", "--quick"]) == 0
+    assert re.search("cuda +1 ok", capsys.readouterr().out)
+    kernel = folder / "kernels" / "cuda" / "compiled_away.cu"
+    kernel.write_text(kernel.read_text() + "\nint last() { return nought; }\n")
+    assert main(["verify", str(folder), "--dtype", "float32", "--quick"]) == 1
+    assert re.search("compiled_away cuda, compiles: .*cu:[0-9]+: .*nought", capsys.readouterr().err)
+    monkeypatch.setenv("NVCC", "/no/nvcc")
+    assert main(["verify", str(folder), "--dtype", "float32", "--quick"]) == 0
+    assert "compiled_away, cuda, is not checked: CUDA kernels cannot be built" in capsys.readouterr().out
 
 
 def test_opcheck_and_gradcheck_look_at_the_projects_own_entries(turned: Callable[[str], Path]) -> None:

@@ -72,7 +72,12 @@ def test_version(run: Run) -> None:
         (["ops", "--zonk"], "see `opsmith ops --help`"),
         (["verify"], "name an operator, or say --all; there are: "),
         (["verify", "layer_nrm"], "did you mean layer_norm?"),
-        (["verify", "zzz"], "no operator is called 'zzz'; there are: "),
+        (["verify", "zzz"], "no operator, and no folder with an operator.py, is called 'zzz'; there are: "),
+        (
+            ["verify", "./no-such-project"],
+            "no-such-project is no project: it is missing; `opsmith new` writes one",
+        ),
+        (["build", "no-such-project"], "no-such-project is no project: it is missing"),
         (["verify", "layer_norm", "--all"], "give names or --all, not both"),
         (["verify", "layer_norm", "--dtype", "int8"], "layer_norm takes no 'int8'; it takes float32"),
         (["ops", "--json=/no/such/folder/x.json"], "cannot write /no/such/folder/x.json"),
@@ -85,6 +90,22 @@ def test_an_error_is_one_line_and_status_1(run: Run, args: list[str], expected: 
     assert expected in err
     assert err.startswith("opsmith: ")
     assert err.count("\n") == 1
+
+
+def test_a_project_that_is_missing_is_said_with_those_beside_it(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "rope_op").mkdir()
+    (tmp_path / "rope_op" / "operator.py").touch()
+    monkeypatch.chdir(tmp_path)
+    assert (
+        "no folder with an operator.py, is called 'rope_up'; did you mean rope_op?"
+        in run("verify", "rope_up")[2]
+    )
+    assert (
+        "nothing is no project: it is missing; projects beside it: rope_op;" in run("verify", "./nothing")[2]
+    )
+    assert "operator.py is no project: name its folder;" in run("verify", "rope_op/operator.py")[2]
 
 
 def test_a_folder_that_cannot_be_written_is_said_before_the_work(

@@ -68,7 +68,9 @@ def run(
 
     output = Output(json)
     results: list[dict[str, Any]] = []
-    for kernels in projects_kernels(folder):
+    with told():
+        declared = projects_kernels(folder)
+    for kernels in declared:
         chosen = backend or list(kernels.backends())
         for other in sorted((kernels.folder / "kernels").glob("[a-z]*/")):
             if other.name not in known:

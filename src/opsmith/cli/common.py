@@ -153,9 +153,10 @@ def choose(names: list[str] | None, everything: bool) -> list[Operator]:
         raise CommandError(f"name an operator, or say --all; there are: {', '.join(cards)}")
     for name in names:
         if name not in cards:
-            close = difflib.get_close_matches(name, cards, 1)
-            hint = f"did you mean {close[0]}?" if close else f"there are: {', '.join(cards)}"
-            raise CommandError(f"no operator is called {name!r}; {hint}")
+            there = [*cards, *(sorted(file.parent.name for file in Path().glob("*/operator.py")))]
+            close = difflib.get_close_matches(name, there, 1)
+            hint = f"did you mean {close[0]}?" if close else f"there are: {', '.join(there)}"
+            raise CommandError(f"no operator, and no folder with an operator.py, is called {name!r}; {hint}")
     return [cards[name] for name in names]
 
 

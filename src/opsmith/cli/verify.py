@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import asdict
-from pathlib import Path
+from itertools import product
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -78,23 +77,18 @@ def run(
     output.console.print(f"{len(findings)} checks passed", style="green")
 
 
-def elsewhere(console: Console, folder: str, dtype: list[str] | None, quick: bool) -> Iterator[list[Finding]]:
-    """What is found of a project's kernels that do not compile, or that this machine cannot run itself.
+def elsewhere(console: Console, folder: str, dtype: list[str] | None, quick: bool) -> list[list[Finding]]:
+    """What is found of a project's kernels beside those that run here; and prints what nothing here can try."""
+    from opsmith.authoring.project import cards_of, checks, kernels_of, load
+    from opsmith.authoring.project.compile import tool_missing
 
-    Without a GPU, Triton's interpreter runs its Triton kernels; those for devices that are not here run emulated, where
-    their back end can.
-    """
-    from opsmith.authoring.project import cards_of, load
-    from opsmith.authoring.project.checks import emulated, interpreted, needs_interpreter, unbuilt
-
-    yield list(unbuilt(folder))
+    for kernels, backend in product(kernels_of(load(folder)), ("triton", "cuda")):
+        if kernels.source(backend).exists() and (why := tool_missing(backend)):
+            what = f"{kernels.name}, {backend}, is not checked: {why}"
+            console.print(what, style="yellow", markup=False, soft_wrap=True)
     chosen = [one for card in cards_of(load(folder)) for one in dtypes_of(card, dtype)] if dtype else []
-    if needs_interpreter(Path(folder)):
-        with console.status("Triton's interpreter"):
-            yield interpreted(Path(folder), chosen, quick=quick)
-    with console.status("emulated"):
-        found = list(emulated(Path(folder), chosen, quick=quick))
-    yield found
+    with console.status("compilers, interpreter and emulation"):
+        return list(checks.elsewhere(folder, chosen, quick=quick))
 
 
 def _print(console: Console, findings: list[Finding]) -> None:

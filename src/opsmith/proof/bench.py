@@ -118,8 +118,7 @@ def workloads(card: Operator, make: Make) -> list[Sample]:
     """What a benchmark runs: the card's workloads, or its largest samples where it names none."""
     if card.workloads is not None:
         return list(card.workloads(make))
-    samples = card.samples(make)
-    return heapq.nlargest(_LARGEST, samples, key=lambda s: card.cost(*s.args, **s.kwargs).min_bytes)
+    return heapq.nlargest(_LARGEST, card.samples(make), key=lambda s: card.cost_of(s).min_bytes)
 
 
 def bench(

@@ -71,7 +71,7 @@ class Forward(_Pass):
 
     def cost(self) -> Cost:
         """What the card says."""
-        return self._card.cost(*self._sample.args, **self._sample.kwargs)
+        return self._card.cost_of(self._sample)
 
     def _computed(self, call: Callable[..., Any]) -> Any:
         args, kwargs, outs = self.inputs()
@@ -116,7 +116,7 @@ class Backward(_Pass):
         Bytes: the gradients that come in and go out, and what our forward has kept for its backward; of a loss, its
         inputs and their gradients.
         """
-        forward = self._card.cost(*self._sample.args, **self._sample.kwargs)
+        forward = self._card.cost_of(self._sample)
         if self._both:
             gradients = sum(t.nbytes for t in with_leaves(self._sample.args, self._sample.kwargs)[2])
             return Cost((1 + self._card.gradient.flops) * forward.flops, forward.min_bytes + gradients)

@@ -77,6 +77,11 @@ def verify(
         for sample in card.samples(Make(dtype, device)):
             check = partial(examine, card, short(dtype), sample, calls=calls)
             known: list[Known] = []  # every implementation is held to the same numbers
+            try:
+                card.cost_of(sample)
+            except ValueError as wrong:
+                where = (card.name, "card", short(dtype), sample.name, elements_of(sample), "cost")
+                yield Finding(*where, False, math.inf, why=str(wrong))
             if card.differentiable:
                 yield check(FUNCTION, "gradients", partial(backward, card.function), differentiated=True)
             for implementation in card.candidates(*sample.args, **sample.kwargs)[0]:

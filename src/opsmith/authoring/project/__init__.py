@@ -95,6 +95,9 @@ class Kernels:
             )
         self._answers: dict[str, bool | str] = {}
         self._taking = functools.cache(self._choose)  # so that no call but the first looks at the disk
+        self.misdeclared: Callable[[], str] = (
+            str  # how operator.py contradicts itself, so that no kernel may run
+        )
         self.stand_ins: dict[str, Callable[..., Any]] = {}  # what answers for a back end: an emulation
 
     def source(self, backend: str) -> Path:
@@ -149,9 +152,9 @@ class Kernels:
         if backend not in self.backends():
             return f"{self.name} has no kernels for {backend}"
         if backend == "triton":
-            return self._load_triton()
+            return self.misdeclared() or self._load_triton()
         if backend not in backends.OWN:
-            return backends.installed()[backend].load(self)
+            return self.misdeclared() or backends.installed()[backend].load(self)
         if backend == "cuda" and not torch.cuda.is_available():
             return "there is no GPU here"
         if backend == "cpu" and self._triton_has_the_cpu():
@@ -196,6 +199,8 @@ class Kernels:
         Raises:
             BuildError: there is no compiler, or it reports an error.
         """
+        if why := self.misdeclared():
+            raise build.BuildError(f"opsmith: {why}")
         folder = self.source(backend).parent
         with tempfile.TemporaryDirectory() as made:
             sources = sorted(folder.glob("*.cpp")) + sorted(folder.glob("*.cu"))
@@ -230,7 +235,16 @@ def load(folder: str | Path) -> ModuleType:
 def _load_folder(folder: Path) -> ModuleType:
     file = folder / "operator.py"
     if not file.is_file():
-        raise ValueError(f"{folder} is no project: it has no operator.py; `opsmith new` writes one")
+        why = (
+            "it has no operator.py"
+            if folder.is_dir()
+            else "name its folder"
+            if folder.exists()
+            else "it is missing"
+        )
+        beside = ", ".join(sorted(one.parent.name for one in folder.parent.glob("*/operator.py"))[:8])
+        near = f"; projects beside it: {beside}" if beside else ""
+        raise ValueError(f"{folder} is no project: {why}{near}; `opsmith new` writes one")
     for module in list(sys.modules.values()):  # imported as a package already
         if getattr(module, "__file__", None) == str(file):
             return module
@@ -272,7 +286,7 @@ def answer_of(module: str, *words: str, triton_interprets: bool = False) -> tupl
     try:
         return json.loads(done.stdout.strip().splitlines()[-1]), done.stderr
     except (ValueError, IndexError):
-        return None, done.stderr
+        return None, done.stderr or f"status {done.returncode}, and nothing was said"
 
 
 def cards_of(module: ModuleType) -> list[Operator]:

@@ -10,12 +10,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from opsmith.authoring.project import Kernels, answer_of, cards_of, kernels_of, load
+from opsmith.authoring.project.compile import compile_backend, tool_missing
 from opsmith.backends import Backend, installed
 from opsmith.call.arguments import short
 from opsmith.kernels import triton
@@ -37,19 +39,49 @@ def verify_project(folder: str | Path) -> Iterator[Finding]:
     for card in cards_of(load(folder)):
         yield from verify(card)
         yield from conduct(card, card.dtypes[0])
-    yield from unbuilt(folder)
-    if needs_interpreter(folder):
-        yield from interpreted(folder)
-    yield from emulated(folder)
+    yield from chain(*elsewhere(folder))
+
+
+def elsewhere(
+    folder: str | Path, dtypes: Sequence[torch.dtype] = (), *, quick: bool = False
+) -> Iterator[list[Finding]]:
+    """Yield the findings of a project's kernels that do not compile, or that this machine cannot run itself.
+
+    Without a GPU, Triton's interpreter runs its Triton kernels; those for devices that are not here run emulated, where
+    their back end can.
+    """
+    yield list(unbuilt(folder))
+    yield interpreted(folder, dtypes, quick=quick) if needs_interpreter(folder) else []
+    yield list(emulated(folder, dtypes, quick=quick))
 
 
 def unbuilt(folder: str | Path) -> Iterator[Finding]:
-    """Yield a finding for every CPU kernel that the compiler here refuses: PyTorch answers for it, and is right."""
-    for kernels in () if triton.INTERPRETED or find_compiler() is None else kernels_of(load(folder)):
-        there = not kernels.source("cpu").exists() or kernels.offers("cpu")
-        if there is not True:
-            why = str(there).partition("\n")[0]
-            yield Finding(kernels.name, "native", "", "", 0, "compiles", False, math.inf, 0.0, why)
+    """Yield a finding for every kernel that the compilers here refuse, and for those of CUDA that they compile too.
+
+    PyTorch answers for them, and is right. Where there is no GPU, no more than this is known of CUDA's.
+    """
+    for kernels in () if triton.INTERPRETED else kernels_of(load(folder)):
+        if why := kernels.misdeclared():
+            yield _built(kernels.name, "card", why, check="sizes")
+            continue
+        if (
+            find_compiler()
+            and kernels.source("cpu").exists()
+            and (there := kernels.offers("cpu")) is not True
+        ):
+            yield _built(kernels.name, "native", str(there))
+        if kernels.source("cuda").exists() and not tool_missing("cuda"):
+            why = ""
+            try:
+                compile_backend(kernels, "cuda")
+            except BuildError as error:
+                why = str(error)
+            yield _built(kernels.name, "cuda", why)
+
+
+def _built(name: str, implementation: str, why: str, dtype: str = "", check: str = "compiles") -> Finding:
+    error, why = math.inf if why else 0.0, why.partition("\n")[0]
+    return Finding(name, implementation, dtype, "", 0, check, not why, error, 0.0, why)
 
 
 def needs_interpreter(folder: str | Path) -> bool:
@@ -80,7 +112,9 @@ def main(folder: str, *words: str) -> None:
         dtypes = [dtype for dtype in card.dtypes if not names or short(dtype) in names]
         found += verify(card, dtypes) if dtypes else ()
         found += conduct(card, dtypes[0]) if dtypes and _QUICK not in words else ()
-    mine = [f for f in found if f.implementation not in ("native", "eager") and f.check != "gradcheck"]
+    mine = [
+        f for f in found if f.implementation not in ("native", "eager", "card") and f.check != "gradcheck"
+    ]
     print(
         json.dumps([asdict(replace(f, implementation=f"{f.implementation}, {_INTERPRETED}")) for f in mine])
     )
@@ -94,7 +128,7 @@ def emulated(
     cards = {card.name: card for card in cards_of(module)}
     for kernels in () if triton.INTERPRETED else kernels_of(module):
         for backend in [installed()[name] for name in kernels.backends() if name in installed()]:
-            if card := cards.get(kernels.name):
+            if (card := cards.get(kernels.name)) and not kernels.misdeclared():
                 yield from findings(backend, kernels, card, dtypes or card.dtypes, quick=quick)
 
 
@@ -121,8 +155,7 @@ def findings(
         try:
             backend.compile(kernels, [dtype])
         except BuildError as error:
-            why = str(error).partition("\n")[0]
-            yield Finding(card.name, name, short(dtype), "", 0, "compiles", False, math.inf, 0.0, why)
+            yield _built(card.name, name, str(error), short(dtype))
             return
         with standing_in(kernels, backend.name, usual):
             for sample in card.samples(Make(dtype)):

@@ -49,6 +49,8 @@ def compile_backend(kernels: Kernels, backend: str, watch: Watch | None = None) 
     Raises:
         BuildError: with the first error, at its line in the author's file.
     """
+    if why := kernels.misdeclared():
+        raise BuildError(f"opsmith: {why}")
     if backend == "triton":
         return _triton(kernels)
     try:

@@ -6,8 +6,10 @@ between the two is the same for every operator, and stands here.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial, update_wrapper
 from typing import Any
@@ -24,6 +26,7 @@ from opsmith.call.forms import in_order
 from opsmith.call.overlap import refuse_overlap
 from opsmith.call.run import Call
 from opsmith.kernels import triton
+from opsmith.measure.pool import tensors_of
 from opsmith.operator import (
     Implementation,
     Kind,
@@ -90,6 +93,7 @@ def card(
     """
     call = ProjectCall(kernels, reference, before, inner or reference, tuple(even))
     call.learns = differentiable
+    kernels.misdeclared = functools.cache(partial(call.misdeclared, samples))
     function = call.form(call.answer, out=True)
     function.__name__ = function.__qualname__ = kernels.name
     function.__doc__ = reference.__doc__
@@ -165,6 +169,27 @@ class ProjectCall(Call):
         sizes_of(self.op, self.signature, tensors, self.signature.even)
         for one, value in zip(self.signature.numbers, values[self.read :], strict=True):
             check_number(self.op, one.name, value, whole=one.type is int)
+
+    def misdeclared(self, samples: Callable[[Make], Iterator[Sample]]) -> str:
+        """How the declared sizes of results differ from those that the reference gives for a sample, "" where none do.
+
+        Memory is made of the declared sizes, and a kernel that computes what the reference does would write past it.
+        """
+        sizes = self.form(lambda values: [tuple(size) for _, size, _ in self.made(self.taken_in(values))])
+        for sample in samples(Make(self.columns[0][0])):
+            with (
+                torch.no_grad(),
+                suppress(Exception),
+            ):  # what a sample raises is verify's to say: no kernel takes it
+                declared = sizes(*sample.args, **sample.kwargs)
+                given = [tuple(t.shape) for t in tensors_of(self.public(*sample.args, **sample.kwargs))]
+                if declared != given:
+                    said = [", ".join(map(str, shapes)) for shapes in (declared, given)]
+                    return (
+                        f"{self.kernels.folder / 'operator.py'}: outputs= declares {said[0]} for sample "
+                        f"{sample.name!r}, the reference returns {said[1]}; correct one of them"
+                    )
+        return ""
 
     def backend(self, values: Sequence[Any], training: bool) -> str | None:
         tensors = values[: self.read]

@@ -339,6 +339,8 @@ def test_what_has_no_form_is_refused(tmp_path: Path) -> None:
             opsmith.save(model, tmp_path / "none")
     with pytest.raises(ValueError, match="save: max_shard_size must be a number of bytes, got '5GB'"):
         opsmith.save(whole, tmp_path / "none", max_shard_size="5GB")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="save: max_shard_size must be a number of bytes, got True"):
+        opsmith.save(whole, tmp_path / "none", max_shard_size=True)
     assert not (tmp_path / "none").exists()
     layer = PackedLinear.from_linear(nn.Linear(64, 48), format="q8_0")
     scheme, parts = compressed.write(layer)

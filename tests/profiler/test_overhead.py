@@ -42,3 +42,15 @@ def test_a_program_that_runs_once_is_estimated() -> None:
     phase = _overhead([], [])
     assert phase.overhead_from == "estimated"
     assert phase.overhead_error == 0
+
+
+def test_what_an_error_says_ends_with_a_word() -> None:
+    from opsmith.compiler.reasons import raised
+    from opsmith.profiler.repeat import one_line
+
+    error = ValueError("attribute " * 40 + "\nmore")
+    for said in (raised(error), one_line(error)):
+        assert said.endswith("attribute ...")
+        assert len(said) <= 240
+    assert one_line(KeyboardInterrupt()) == "interrupted"
+    assert one_line(ValueError("short\nmore")) == "ValueError: short"

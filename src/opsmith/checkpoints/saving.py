@@ -54,7 +54,7 @@ def save(model: Any, folder: str | Path, *, max_shard_size: int = _MOST) -> None
     config = getattr(model, "config", None)
     if not isinstance(model, nn.Module) or not hasattr(config, "save_pretrained"):
         raise TypeError(f"save: expected a model of transformers, got {type(model).__name__}")
-    if not isinstance(max_shard_size, int) or max_shard_size < 1:
+    if type(max_shard_size) is not int or max_shard_size < 1:  # True is an int too
         raise ValueError(f"save: max_shard_size must be a number of bytes, got {max_shard_size!r}")
     layers, tables = _packed(model)
     if not layers:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from textwrap import shorten
+
 
 def raised(error: Exception) -> str:
     """An exception as a reason: its kind and the first line of what it says."""
-    return f"raised {one_line(error, 120)}"
+    return f"raised {one_line(error)}"
 
 
-def one_line(error: BaseException, most: int = 200) -> str:
-    """The kind of an exception, and the first line of what it says, so many letters of it at most."""
-    first = next(iter(str(error).strip().splitlines()), "")
+def one_line(error: BaseException) -> str:
+    """The kind of an exception, and the first line of what it says, cut at a word."""
+    first = str(error).strip().partition("\n")[0]
     what = {KeyboardInterrupt: "interrupted", SystemExit: "the program exited"}.get(type(error))
-    return f"{what or type(error).__name__}{first and ': '}{first[:most]}"
+    return shorten(f"{what or type(error).__name__}{first and ': '}{first}", 240, placeholder=" ...")

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from statistics import median
-from textwrap import shorten
 from typing import Any
 
 import torch

@@ -95,9 +95,8 @@ class Kernels:
             )
         self._answers: dict[str, bool | str] = {}
         self._taking = functools.cache(self._choose)  # so that no call but the first looks at the disk
-        self.misdeclared: Callable[[], str] = (
-            str  # how operator.py contradicts itself, so that no kernel may run
-        )
+        # How operator.py contradicts itself, so that no kernel may run.
+        self.misdeclared: Callable[[], str] = str
         self.stand_ins: dict[str, Callable[..., Any]] = {}  # what answers for a back end: an emulation
 
     def source(self, backend: str) -> Path:
@@ -235,13 +234,8 @@ def load(folder: str | Path) -> ModuleType:
 def _load_folder(folder: Path) -> ModuleType:
     file = folder / "operator.py"
     if not file.is_file():
-        why = (
-            "it has no operator.py"
-            if folder.is_dir()
-            else "name its folder"
-            if folder.exists()
-            else "it is missing"
-        )
+        there = "name its folder" if folder.exists() else "it is missing"
+        why = "it has no operator.py" if folder.is_dir() else there
         beside = ", ".join(sorted(one.parent.name for one in folder.parent.glob("*/operator.py"))[:8])
         near = f"; projects beside it: {beside}" if beside else ""
         raise ValueError(f"{folder} is no project: {why}{near}; `opsmith new` writes one")

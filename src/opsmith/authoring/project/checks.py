@@ -64,11 +64,8 @@ def unbuilt(folder: str | Path) -> Iterator[Finding]:
         if why := kernels.misdeclared():
             yield _built(kernels.name, "card", why, check="sizes")
             continue
-        if (
-            find_compiler()
-            and kernels.source("cpu").exists()
-            and (there := kernels.offers("cpu")) is not True
-        ):
+        compiled = find_compiler() and kernels.source("cpu").exists()
+        if compiled and (there := kernels.offers("cpu")) is not True:
             yield _built(kernels.name, "native", str(there))
         if kernels.source("cuda").exists() and not tool_missing("cuda"):
             why = ""

@@ -177,10 +177,8 @@ class ProjectCall(Call):
         """
         sizes = self.form(lambda values: [tuple(size) for _, size, _ in self.made(self.taken_in(values))])
         for sample in samples(Make(self.columns[0][0])):
-            with (
-                torch.no_grad(),
-                suppress(Exception),
-            ):  # what a sample raises is verify's to say: no kernel takes it
+            # What a sample raises is verify's to say: no kernel takes it.
+            with torch.no_grad(), suppress(Exception):
                 declared = sizes(*sample.args, **sample.kwargs)
                 given = [tuple(t.shape) for t in tensors_of(self.public(*sample.args, **sample.kwargs))]
                 if declared != given:

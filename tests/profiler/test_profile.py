@@ -449,3 +449,11 @@ def test_an_encoder_that_keeps_no_cache_has_no_decode() -> None:
 
     with pytest.raises(ValueError, match="decode needs a model that takes input_ids and past_key_values"):
         opsmith.profile(Encoding(), {"input_ids": torch.zeros(1, 4, dtype=torch.long)}, phase="decode")
+
+
+def test_decode_needs_a_position_behind_the_example() -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 32, "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 8}
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)).eval()
+    with pytest.raises(ValueError, match="the 8 tokens leave decode no position"):
+        opsmith.profile(model, {"input_ids": torch.zeros(1, 8, dtype=torch.long)}, phase="decode")

@@ -87,18 +87,18 @@ def run(
             raise CommandError(f"--format: there is no {name!r}; there are: {', '.join((*DTYPES, *CHOICES))}")
     words = _read("--text", text)
     sample = None if calibration is None else _read("--calibration", calibration)
+    with told():
+        chosen = [
+            (label, Config.parse(fields, "evaluate"), calibrated)
+            for name in formats or ("bfloat16", "int8", "int4")
+            for label, fields, calibrated in _variants(name, groups, asymmetric, sample is not None)
+            for fields in [{"dtype": dtype, "quantize_skip": skip or []} | fields]
+        ]
     with output.console.status("loading the model"), told("evaluate: "):
         model, tokenizer = hf.load_with_tokenizer(path)
     own = str(next(p.dtype for p in model.parameters())).removeprefix("torch.")
     packed = any(isinstance(module, PackedLinear) for module in model.modules())
-    with told():
-        chosen = [
-            (label, Config.parse(fields, "evaluate"), calibrated)
-            for name in formats or (() if packed else ("bfloat16", "int8", "int4"))
-            for label, fields, calibrated in _variants(name, groups, asymmetric, sample is not None)
-            for fields in [{"dtype": dtype, "quantize_skip": skip or []} | fields]
-            if label != own
-        ]
+    chosen = [one for one in chosen if one[0] != own and (formats or not packed)]
     rows: list[Row] = []
     with told(), told(refusal=TypeError):
         for label, config, calibrated in [(f"{own}, as it is", Config(), False), *chosen]:

@@ -116,7 +116,9 @@ def _decode(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Work:
         state["cache"] = filled()
         if state["cache"] is None:  # an encoder whose class could be a decoder
             raise refusal
-        state["length"] = state["cache"].get_seq_length()
+        n = state["length"] = state["cache"].get_seq_length()
+        if n >= (getattr(getattr(model, "config", None), "max_position_embeddings", None) or n + 1):
+            raise ValueError(f"profile: the {n} tokens leave decode no position in this model; give it fewer")
         held = (t for layer in getattr(state["cache"], "layers", None) or () for t in vars(layer).values())
         work.cache_bytes = bytes_of(t for t in held if isinstance(t, Tensor))
 

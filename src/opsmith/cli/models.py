@@ -215,7 +215,7 @@ def print_sites(console: Console, session: Session) -> None:
     for line in (line for line in report.quantized_lines if not line.startswith("not ")):
         console.print(line, markup=False)
     remarks = {
-        "not quantized": [str(layer) for layer in report.quantized if layer.status not in ("packed", "kept")],
+        "not quantized": [str(layer) for layer in report.quantized if not layer.of_few_bits],
         "rolled back": report.rolled_back,
         "not the fastest": report.overruled,
         "near miss": report.misses,

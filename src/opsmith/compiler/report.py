@@ -15,8 +15,6 @@ from opsmith.compiler.modules.stand_in import QuantizedLayer, formats
 from opsmith.compiler.program.sites import GraphReport, SiteReport
 from opsmith.ops import paged_attention
 
-_OF_FEW_BITS = ("packed", "kept")
-
 
 def _rounded(packed: list[QuantizedLayer]) -> list[str]:
     """How many layers of each format, and what rounding took from those that lost the most."""
@@ -120,9 +118,7 @@ class Report:
         if released := sum(layer.released for layer in self.quantized):
             weights = f"{released / 2**20:.1f} MiB of weights"
             lines.append(f"given back to the system: {weights}; restore is not possible")
-        return lines + [
-            f"not quantized: {layer}" for layer in self.quantized if layer.status not in _OF_FEW_BITS
-        ]
+        return lines + [f"not quantized: {layer}" for layer in self.quantized if not layer.of_few_bits]
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -177,7 +173,7 @@ class Report:
         lines = self._summary()
         lines += _few("", ((line.partition(":")[0], line) for line in self._latent_lines()))
         lines += [line for line in self.quantized_lines if not line.startswith("not ")]
-        unpacked = ((q.why, str(q)) for q in self.quantized if q.status not in _OF_FEW_BITS)
+        unpacked = ((q.why, str(q)) for q in self.quantized if not q.of_few_bits)
         lines += _few("not quantized: ", unpacked)
         sites = [s for s in self.sites if s.why]
         for what, status in (

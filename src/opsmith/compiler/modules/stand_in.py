@@ -39,6 +39,11 @@ class QuantizedLayer:
             return f"{self.name} {self.status}: {self.why}"
         return f"{self.name}: {self.format}, relative error {self.relative_error:.2g}"
 
+    @property
+    def of_few_bits(self) -> bool:
+        """Whether its weight is packed, by us or by whoever made the model."""
+        return self.status in ("packed", "kept")
+
     def take(self, error: RoundingError) -> None:
         """What rounding the weight took."""
         self.relative_error, self.largest_error = error.relative, error.largest

@@ -462,6 +462,8 @@ class PackedEmbedding(nn.Module):
         ValueError: for a format of pairs, bf16, and for columns in an order of their own.
     """
 
+    like: Tensor
+
     def __init__(
         self, packed: PackedLinear, *, factor: float = 1.0, dtype: torch.dtype = torch.float32
     ) -> None:
@@ -477,7 +479,7 @@ class PackedEmbedding(nn.Module):
     @property
     def dtype(self) -> torch.dtype:
         """Of the result."""
-        return self.like.dtype  # type: ignore[return-value]
+        return self.like.dtype
 
     def forward(self, input: Tensor) -> Tensor:
         """The rows [..., K] of ids [...].

@@ -70,10 +70,7 @@ class Plan:
 
     def save(self, path: str | Path) -> Path:
         """Write the JSON file."""
-        try:
-            write(path, self.to_json())
-        except OSError as error:
-            raise ValueError(f"plan: can't write {path}: {error.strerror or error}") from error
+        written("plan", self.to_json(), path)
         return Path(path)
 
     @classmethod
@@ -131,6 +128,16 @@ def read(path: str | Path, what: str) -> Any:
         raise ValueError(f"{what}: can't read {path}: {error.strerror or error}") from error
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{what}: {path} is not JSON: {error}") from error
+
+
+def written(what: str, text: str, path: str | Path | None) -> str:
+    """The text, in a file too where one is named; one that can't be written is one clear error."""
+    try:
+        if path is not None:
+            write(path, text)
+    except OSError as error:
+        raise ValueError(f"{what}: can't write {path}: {error.strerror or error}") from error
+    return text
 
 
 def checked(data: Any, found: Any, schema: int, form: TypeAdapter[T], where: str, again: str) -> T:

@@ -9,8 +9,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from opsmith.compiler.plan import checked, read
-from opsmith.files import write
+from opsmith.compiler.plan import checked, read, written
 from opsmith.profiler.data import SCHEMA, Findings
 from opsmith.profiler.report.diff import Diff, compare
 from opsmith.profiler.report.html import page
@@ -31,15 +30,15 @@ class Profile(Findings):
 
     def to_json(self, path: str | Path | None = None) -> str:
         """The profile as JSON with its schema version, written to `path` where one is given."""
-        return _written(json.dumps({"schema": SCHEMA, **asdict(self)}, indent=1), path)
+        return written("profile", json.dumps({"schema": SCHEMA, **asdict(self)}, indent=1), path)
 
     def to_html(self, path: str | Path | None = None) -> str:
         """The report as one self-contained page, written to `path` where one is given."""
-        return _written(page(self), path)
+        return written("profile", page(self), path)
 
     def to_chrome_trace(self, path: str | Path | None = None) -> str:
         """The timeline for chrome://tracing and Perfetto, written to `path` where one is given."""
-        return _written(chrome(self), path)
+        return written("profile", chrome(self), path)
 
     @classmethod
     def load(cls, path: str | Path) -> Profile:
@@ -58,15 +57,6 @@ class Profile(Findings):
     def diff(self, before: Profile) -> Diff:
         """What changed since `before`, by class, phase by phase."""
         return compare(before, self)
-
-
-def _written(text: str, path: str | Path | None) -> str:
-    if path is not None:
-        try:
-            write(path, text)
-        except OSError as error:
-            raise ValueError(f"profile: can't write {path}: {error.strerror or error}") from error
-    return text
 
 
 _PROFILE = TypeAdapter(Profile)

@@ -61,7 +61,9 @@ def test_details_and_json_are_complete() -> None:
     for site in report.sites:
         assert f"{site.name} {site.where}: {site.status}" in text
         assert site.why in text
-    for line in (*report.misses, *report.quantized_lines, *report.slower):
+    unpacked = [f"not quantized: {layer}" for layer in report.quantized if not layer.of_few_bits]
+    assert len(unpacked) == 300
+    for line in (*report.misses, *report.quantized_lines, *unpacked, *report.slower):
         assert line in text
     data = json.loads(json.dumps(report.to_dict()))
     assert sum(len(graph["sites"]) for graph in data["graphs"]) == 900

@@ -212,7 +212,7 @@ def print_sites(console: Console, session: Session) -> None:
         )
     console.print(table)
     report = session.report
-    for line in (line for line in report.quantized_lines if not line.startswith("not ")):
+    for line in report.quantized_lines:
         console.print(line, markup=False)
     remarks = {
         "not quantized": [str(layer) for layer in report.quantized if not layer.of_few_bits],

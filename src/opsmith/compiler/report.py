@@ -100,7 +100,7 @@ class Report:
 
     @property
     def quantized_lines(self) -> list[str]:
-        """Which layers compute with rounded weights, what that took, and which do not."""
+        """Which layers compute with rounded weights, and what that took."""
         packed = [layer for layer in self.quantized if layer.status == "packed" and not layer.rows_of]
         kept = [layer for layer in self.quantized if layer.status == "kept"]
         lines = [f"kept as the model has them: {formats(kept, 'of')}"] if kept else []
@@ -118,7 +118,7 @@ class Report:
         if released := sum(layer.released for layer in self.quantized):
             weights = f"{released / 2**20:.1f} MiB of weights"
             lines.append(f"given back to the system: {weights}; restore is not possible")
-        return lines + [f"not quantized: {layer}" for layer in self.quantized if not layer.of_few_bits]
+        return lines
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -136,6 +136,7 @@ class Report:
         >>> print(model.opsmith.report.details())
         """
         lines = [*self._summary(), *self._latent_lines(), *self.quantized_lines]
+        lines += [f"not quantized: {layer}" for layer in self.quantized if not layer.of_few_bits]
         for graph in self.graphs:
             lines += [f"graph of {graph.nodes} operations: {graph.left or f'{len(graph.sites)} sites'}"]
             lines += [f"  {site}" for site in graph.sites]
@@ -172,7 +173,7 @@ class Report:
     def __str__(self) -> str:
         lines = self._summary()
         lines += _few("", ((line.partition(":")[0], line) for line in self._latent_lines()))
-        lines += [line for line in self.quantized_lines if not line.startswith("not ")]
+        lines += self.quantized_lines
         unpacked = ((q.why, str(q)) for q in self.quantized if not q.of_few_bits)
         lines += _few("not quantized: ", unpacked)
         sites = [s for s in self.sites if s.why]

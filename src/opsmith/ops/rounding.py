@@ -18,7 +18,6 @@ class RoundingError:
     `result` is the same of the products with the inputs that a matrix was rounded for; None without any.
     """
 
-    largest: float
     relative: float
     result: float | None = None
 
@@ -37,7 +36,7 @@ def round_in_parts(
     Raises:
         ValueError: a number that is not finite.
     """
-    largest, lost, total = 0.0, 0.0, 0.0
+    lost, total = 0.0, 0.0
     for first in range(0, matrix.shape[0] if matrix.numel() and not matrix.is_meta else 0, rows):
         part = matrix[first : first + rows].float()
         if every and (bad := (~part.isfinite()).any(1).nonzero()).numel():
@@ -46,10 +45,9 @@ def round_in_parts(
                 "no scale represents it: mend the row first"
             )
         error = part - keep(slice(first, first + part.shape[0]), part)
-        largest = max(largest, float(error.abs().max()))
         lost += _squared(error)
         total += _squared(part)
-    return RoundingError(largest, (lost / total) ** 0.5 if total else 0.0)
+    return RoundingError((lost / total) ** 0.5 if total else 0.0)
 
 
 def round_rows(part: Tensor) -> tuple[Tensor, Tensor]:

@@ -72,7 +72,6 @@ def test_quantization_is_within_half_a_step_and_reported(dtype: torch.dtype) -> 
     assert bool(((stored - wide).abs() <= step * (0.5 + 1e-4) + 1e-38).all())
     assert int(made.table[7].count_nonzero()) == 0
     assert made.error is not None
-    assert made.error.largest == pytest.approx(float((stored - wide).abs().max()), rel=1e-4)
     assert made.error.relative == pytest.approx(float((stored - wide).norm() / wide.norm()), rel=1e-4)
     assert torch.equal(made(torch.arange(300)), made.dequantize())
 

@@ -23,7 +23,6 @@ class QuantizedLayer:
     format: str
     status: str  # "packed", "left", "rolled back", or "kept" as the model has it
     relative_error: float = 0.0
-    largest_error: float = 0.0
     result_error: float | None = None  # relative, of its results on the calibration text
     nbytes: int = 0
     why: str = ""
@@ -46,8 +45,7 @@ class QuantizedLayer:
 
     def take(self, error: RoundingError) -> None:
         """What rounding the weight took."""
-        self.relative_error, self.largest_error = error.relative, error.largest
-        self.result_error = error.result
+        self.relative_error, self.result_error = error.relative, error.result
 
     @property
     def lost(self) -> float:

@@ -80,6 +80,24 @@ def test_what_nobody_has_declared_yet_is_said_and_not_built(tmp_path: Path) -> N
 
 
 @native
+def test_a_process_that_is_killed_leaves_no_sources_behind(tmp_path: Path) -> None:
+    """Those that are generated from signatures are no files but while they are compiled."""
+    code = """
+    import os
+    import opsmith.ops
+    from opsmith.kernels import libraries
+    print([s.name for s in libraries._library("gelu", "portable").sources], libraries.content(), flush=True)
+    os.kill(os.getpid(), 9)
+    """
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900, env=environment, check=False)
+    assert done.returncode == -9
+    assert "binding_gelu.cpp" in done.stdout
+    assert not list(tmp_path.glob("opsmith*"))
+
+
+@native
 def test_each_source_includes_what_it_uses(tmp_path: Path) -> None:
     """A build's precompiled header has what a source may have forgotten, and a build of few sources has none.
 

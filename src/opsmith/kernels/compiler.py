@@ -42,6 +42,8 @@ _LINK_ERROR = re.compile(r"^.*(?:undefined reference|multiple definition|undefin
 _ANY_ERROR = re.compile(r"^.*error: .*$", re.MULTILINE)
 _STEP = re.compile(r"^\[(\d+)/(\d+)\] (.*)")
 
+_generated: dict[Path, bytes] = {}  # C++ that is in no file, by the path that it goes by
+
 Watch = Callable[[int, int, str], None]  # steps done, steps in all, and the file of the last one
 
 
@@ -83,7 +85,7 @@ class Unit:
         own = (self.compiler.identity,) if self.compiler else ()
         digest = hashlib.sha256(repr((self.source.name, self.flags, *own)).encode())
         for path in [self.source, *sorted(headers(self.source, self.include_dirs))]:
-            digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+            digest.update(path.name.encode() + b"\0" + _text(path) + b"\0")
         return digest.hexdigest()
 
 
@@ -152,13 +154,24 @@ def fingerprint(parts: Iterable[str]) -> str:
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 
+def generated(name: str, text: str) -> Path:
+    """The path that generated C++ goes by as a source; it is a file only in the folder of a build, while that runs."""
+    path = Path("/generated", fingerprint([text])[:20], name)
+    _generated[path] = text.encode()
+    return path
+
+
+def _text(source: Path) -> bytes:
+    return _generated[source] if source in _generated else source.read_bytes()
+
+
 def headers(source: Path, include_dirs: Sequence[Path]) -> set[Path]:
     """The headers in these folders that a source includes, directly or not."""
     found: set[Path] = set()
     waiting = [source]
     while waiting:
         path = waiting.pop()
-        for quote, name in _INCLUDE.findall(path.read_bytes()):
+        for quote, name in _INCLUDE.findall(_text(path)):
             places = [path.parent, *include_dirs] if quote == b'"' else include_dirs
             header = next((p for p in (place / os.fsdecode(name) for place in places) if p.is_file()), None)
             # No link is followed: who looks for what stands beside a header knows the folders by these names.
@@ -189,11 +202,15 @@ def compile_and_link(
         lines += [f"build {header}.gch: compile {header}", _ninja_run(run)]
         shared |= dict.fromkeys(sharing, header)
     # The longest first, so that no core is left with one at the end: a binding is quick, a large kernel is not.
-    for name, unit in sorted(units.items(), key=lambda u: (u[1].binds, -u[1].source.stat().st_size)):
+    for name, unit in sorted(units.items(), key=lambda u: (u[1].binds, -len(_text(u[1].source)))):
         ready = shared.get(unit)
         include, needs = (["-include", ready], f" | {ready}.gch") if ready else ([], "")
-        run = [*_command(compiler, unit), *include, "-c", str(unit.source), "-o", name]
-        lines += [f"build {_ninja_path(name)}: compile {_ninja_path(unit.source)}{needs}", _ninja_run(run)]
+        source = unit.source
+        if source in _generated:
+            source = folder / source.name
+            source.write_bytes(_text(unit.source))
+        run = [*_command(compiler, unit), *include, "-c", str(source), "-o", name]
+        lines += [f"build {_ninja_path(name)}: compile {_ninja_path(source)}{needs}", _ninja_run(run)]
     for library, (objects, flags) in links.items():
         run = [*compiler.command, *objects, *LINK_FLAGS, *flags, "-o", library]
         inputs = " ".join(map(_ninja_path, objects))

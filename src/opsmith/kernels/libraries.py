@@ -16,11 +16,8 @@ their signatures (`offer`). A kernel that is called before anybody has asked for
 
 from __future__ import annotations
 
-import atexit
 import functools
 import os
-import shutil
-import tempfile
 import threading
 import warnings
 from collections.abc import Callable, Sequence
@@ -265,28 +262,10 @@ def _library(name: str, tier: str | None) -> Library:
         raise ValueError(f"opsmith: no kernel of {name!r} is declared; import opsmith.ops first")
     folders = [*HEADERS, SOURCES]
     own = sorted(_folders(SOURCES)[name].glob("*.cpp"))
-    own += (_written(kernel, binding, os.getpid()) for kernel, binding in _bindings.get(name, {}).items())
+    own += (
+        compiler.generated(f"binding_{kernel}.cpp", text) for kernel, text in _bindings.get(name, {}).items()
+    )
     return Library(name, _sources(own, folders), include_dirs=folders, tier=tier)
-
-
-@functools.cache
-def _written(kernel: str, binding: str, process: int) -> Path:
-    """A file with C++ that was generated, for as long as the process; one that is forked off has its own."""
-    path = _workshop(process) / f"binding_{kernel}.cpp"
-    path.write_text(binding)
-    return path
-
-
-@functools.cache
-def _workshop(process: int) -> Path:
-    folder = tempfile.mkdtemp(prefix="opsmith-bindings-")
-
-    def remove() -> None:
-        if process == os.getpid():  # a fork ends as its parent does
-            shutil.rmtree(folder, ignore_errors=True)
-
-    atexit.register(remove)
-    return Path(folder)
 
 
 def _sources(own: Sequence[Path], folders: Sequence[Path]) -> list[Path]:

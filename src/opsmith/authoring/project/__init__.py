@@ -15,7 +15,6 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -201,21 +200,15 @@ class Kernels:
         if why := self.misdeclared():
             raise build.BuildError(f"opsmith: {why}")
         folder = self.source(backend).parent
-        with tempfile.TemporaryDirectory() as made:
-            sources = sorted(folder.glob("*.cpp")) + sorted(folder.glob("*.cu"))
-            if backend == "cpu":
-                binding = Path(made, f"binding_{self.name}.cpp")
-                binding.write_text(project_binding(self.signature))
-                sources.append(binding)
-            folders = [folder, *libraries.HEADERS]
-            if backend == "cuda":
-                name, tier = f"{self.name}-cuda", "portable"  # of the code around the kernels
-            else:
-                name = self.name
-            library = build.Library(name, sources, include_dirs=folders, tier=tier)
-            if tier is None:
-                return build.build_best([library], watch=watch)[0][0]
-            return build.build_libraries([library], watch=watch)[0]
+        name, sources = self.name, sorted(folder.glob("*.cpp")) + sorted(folder.glob("*.cu"))
+        if backend == "cpu":
+            sources.append(compiler.generated(f"binding_{name}.cpp", project_binding(self.signature)))
+        if backend == "cuda":
+            name, tier = f"{name}-cuda", "portable"  # of the code around the kernels
+        library = build.Library(name, sources, include_dirs=[folder, *libraries.HEADERS], tier=tier)
+        if tier is None:
+            return build.build_best([library], watch=watch)[0][0]
+        return build.build_libraries([library], watch=watch)[0]
 
 
 def load(folder: str | Path) -> ModuleType:

@@ -147,6 +147,22 @@ def test_what_is_no_number_is_named(name: str) -> None:
         call()
 
 
+@pytest.mark.parametrize("eps", [-1.0, torch.nan, torch.inf, 1e39])
+@pytest.mark.parametrize("norm", [ops.layer_norm, ops.rms_norm, ops.rms_norm_quant])
+def test_no_norm_takes_an_eps_that_makes_nan_of_it(norm: Any, eps: float) -> None:
+    for rows in (1, 200):
+        with pytest.raises(ValueError, match=rf"^{norm.__name__}: eps must be from 0 to 3.40282e\+38, got"):
+            norm(_x(rows, 64), _x(64), eps=eps)
+    assert norm(_x(3, 64), eps=0)[0].isfinite().all()
+    wrong = {"x": _x(3, 64), "eps": eps, "weight": None, "residual": None, "bias": None, "scale": None}
+    wrong |= {"offset": None, "weight_offset": 0.0, "round_before_weight": False, "y": torch.zeros(3, 64)}
+    wrong |= {"q": torch.zeros(3, 64, dtype=torch.int8), "s": torch.zeros(3)}
+    kernel = getattr(torch.ops.opsmith, norm.__name__).default
+    known = {one.name for one in kernel._schema.arguments}
+    with pytest.raises(RuntimeError, match="no eps"):
+        kernel(**{name: value for name, value in wrong.items() if name in known})
+
+
 @pytest.mark.parametrize("rows", [2, 200])
 def test_label_smoothing_is_a_share_however_few_logits_there_are(rows: int) -> None:
     with pytest.raises(ValueError, match=r"label_smoothing must be in \[0, 1\], got -0.1"):

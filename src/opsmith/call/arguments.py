@@ -10,14 +10,20 @@ from torch import Tensor
 
 from opsmith.call.overlap import refuse_overlap
 
+EPS = (0.0, torch.finfo(torch.float32).max)  # from which to which number norms add under their root
 
-def check_number(op: str, name: str, value: Any, *, whole: bool = False) -> None:
-    """Refuse an option that is no number."""
-    if isinstance(value, int if whole else (int, float)) or torch.compiler.is_dynamo_compiling():
+
+def check_number(
+    op: str, name: str, value: Any, within: tuple[float, float] | None = None, *, whole: bool = False
+) -> None:
+    """Refuse an option that is no number, or none from the least to the greatest that may be."""
+    if torch.compiler.is_dynamo_compiling():
         return
     if not hasattr(value, "__index__" if whole else "__float__"):  # tensors and NumPy's numbers have it
         kind = "a whole number" if whole else "a number"
         raise TypeError(f"{op}: {name} must be {kind}, got {value!r} ({type(value).__name__})")
+    if within is not None and not within[0] <= float(value) <= within[1]:
+        raise ValueError(f"{op}: {name} must be from {within[0]:g} to {within[1]:g}, got {value!r}")
 
 
 def check_count(op: str, name: str, value: Any) -> int:

@@ -130,8 +130,8 @@ def _checked_as_rows(signature: Signature, kernel: str, parameters: Sequence[Par
         views.append(f"view_of({name})" if p.type is Tensor else name)
         if p.type is not Tensor:
             if isinstance(p.of, Number) and p.of.within:
-                least, most = p.of.within
-                yield _check(f"{least} <= {name} && {name} <= {most}", f"no {name} ", name)
+                test = "{} <= {name} && {name} <= {}".format(*p.of.within, name=name)
+                yield _check(test, f"no {name} ", name)
         elif p is first:
             views[-1] = "first.view()"
         elif _is_rows(p):

@@ -38,7 +38,7 @@ def check_arguments(op: str, signature: Signature, values: Sequence[Any], needed
     for one, value in zip(signature.arguments[1:], values[1:], strict=True):
         if not isinstance(one, Input):
             if value is not None or not one.optional:
-                check_number(op, one.name, value, whole=one.type is int)
+                check_number(op, one.name, value, one.within, whole=one.type is int)
         elif value is not None or not one.optional or one.name in needed:
             shape = x.shape if one.sizes == first.sizes else x.shape[-1:]
             if not alike(value, x, shape):

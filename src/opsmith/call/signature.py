@@ -74,7 +74,7 @@ class Number:
     name: str
     type: type
     optional: bool = False
-    within: tuple[int, int] | None = None  # the least and the greatest
+    within: tuple[float, float] | None = None  # the least and the greatest
 
 
 @dataclass(frozen=True)

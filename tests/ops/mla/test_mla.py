@@ -139,6 +139,8 @@ def test_gradients_reach_what_the_epilogues_read() -> None:
         ({"slot_mapping": torch.tensor([0, 1, 99])}, "slot_mapping must lie in"),
         ({"ctkv_scale": 0.1}, 'ctkv_scale is for cache mode "int8_tiled"'),
         ({"cache": None}, "cache must be an MLACache"),
+        ({"eps": -1e-6}, "eps must be from 0"),
+        ({"eps": torch.nan}, "eps must be from 0"),
     ],
     ids=lambda v: "-".join(v) if isinstance(v, dict) else "",
 )

@@ -233,6 +233,8 @@ def test_the_quantized_form_says_that_it_is_inference_only() -> None:
         ({"x": torch.zeros(5, 40).double()}, TypeError, "x must be float32 like the weights, got float64"),
         ({"x": torch.zeros(40)}, ValueError, "x must have at least 2"),
         ({"w": 3}, TypeError, "w must be MLAWeights, got int"),
+        ({"eps": -1e-6}, ValueError, "eps must be from 0"),
+        ({"eps": torch.inf}, ValueError, "eps must be from 0"),
         ({"cache": torch.zeros(3)}, TypeError, "cache must be an MLACache, got Tensor"),
         ({"cos": None}, TypeError, "cos must be a tensor"),
         ({"sin": torch.zeros(4, 16)}, ValueError, r"sin must have shape \[5, 16\] to fit x, got \(4, 16\)"),

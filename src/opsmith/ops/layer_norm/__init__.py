@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from opsmith.call.arguments import EPS
 from opsmith.call.dispatch import compiling
 from opsmith.call.layouts import nbytes
 from opsmith.call.run import Call, declare
@@ -24,7 +25,7 @@ SIGNATURE = Signature(
         Input("residual", "... N", optional=True),
         Input("weight", "N", Dtype.FIRST_OR_FLOAT32, optional=True),
         Input("bias", "N", Dtype.FIRST_OR_FLOAT32, optional=True),
-        Number("eps", float),
+        Number("eps", float, within=EPS),
     ),
     (
         Output("y", "... N", onto=("x", "residual")),
@@ -65,7 +66,7 @@ def layer_norm(
     Args:
         x: [..., N], float32, bfloat16 or float16 (float64 through PyTorch).
         weight, bias: [N], in x's dtype or float32.
-        eps: added to the variance, under the root.
+        eps: added to the variance, under the root; 0 or more.
         residual: as x; then the sum is normalized and returned too, from the same kernel.
         out: a tensor like x to write into (with `residual`: a pair); x or residual itself is allowed when no
             gradient is needed.

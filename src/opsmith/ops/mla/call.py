@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from opsmith.call.arguments import check_fit, check_float, check_number, short
+from opsmith.call.arguments import EPS, check_fit, check_float, check_number, short
 from opsmith.call.layouts import dense_rows, fresh
 from opsmith.ops.mla.cache import MLACache, check_mapping
 from opsmith.ops.mla.check import check_inference
@@ -135,7 +135,7 @@ class Call(NamedTuple):
         check_mapping(op, self.slots, x.shape[0], self.cache)
         if w.quant is not None or self.cache.mode == "int8_tiled":
             check_inference(op, *self.tensors)
-        check_number(op, "eps", self.eps)
+        check_number(op, "eps", self.eps, EPS)
         return self._replace(latent_scale=scales[0], query_scale=scales[1])
 
 

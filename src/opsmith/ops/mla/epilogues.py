@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opsmith.call.arguments import check_fit
+from opsmith.call.arguments import EPS, check_fit, check_number
 from opsmith.call.dispatch import compiling, native, needs_grad, uncast
 from opsmith.call.fast import direct
 from opsmith.call.layouts import dense_rows, nbytes
@@ -56,7 +56,7 @@ def mla_kv_epilogue(
         cos, sin: [T, rope], each token's row of the table, in a's dtype or float32; None: no rotation.
         slot_mapping: [T] int32 or int64, each token's slot, -1 for none; two tokens must not share one.
         cache: what is written; its rope part says how wide rope is.
-        eps: added to the mean square, under the root.
+        eps: added to the mean square, under the root; 0 or more.
         interleaved: rotate neighbors and not halves.
         ctkv_scale: one number, for "int8_tiled" alone.
 
@@ -91,6 +91,7 @@ def mla_kv_epilogue(
     scale = cache.check_scales(op, ctkv_scale)[0]
     check_mapping(op, slot_mapping, a.shape[0], cache)
     check_slots(op, slot_mapping, cache.blocks, cache.block_size)
+    check_number(op, "eps", eps, EPS)
     if scale is not None:
         check_inference(op, a, gamma2, cos, sin)
     if native(a, op) is True and not needs_grad(a, gamma2, cos, sin):

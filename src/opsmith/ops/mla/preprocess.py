@@ -73,7 +73,7 @@ def mla_preprocess(
         slot_mapping: [T] int32 or int64: block * block_size + offset; -1: this token is not written. No two tokens may
             share a slot.
         cache: written in place. Autograd sees it: train with a fresh cache for every step.
-        eps: added to the mean square, under the root, of all three norms.
+        eps: added to the mean square, under the root, of all three norms; 0 or more.
         return_latent_q: return the normalized latent queries [T, q_lora] too, as sparse attention's indexer wants them.
         ctkv_scale: one number that the normalized latent is divided by; for mode "int8_tiled" alone.
         q_nope_scale: [H], what q_out is multiplied by; the same.

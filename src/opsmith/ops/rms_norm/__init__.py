@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from opsmith.call.arguments import EPS
 from opsmith.call.dispatch import compiling
 from opsmith.call.layouts import nbytes
 from opsmith.call.run import Call, declare
@@ -23,7 +24,11 @@ SIGNATURE = Signature(
         Input("x", "... N"),
         Input("residual", "... N", optional=True),
         Input("weight", "N", Dtype.FIRST_OR_FLOAT32, optional=True),
-        *(Number("eps", float), Number("weight_offset", float), Number("round_before_weight", bool)),
+        *(
+            Number("eps", float, within=EPS),
+            Number("weight_offset", float),
+            Number("round_before_weight", bool),
+        ),
     ),
     (
         Output("y", "... N", onto=("x", "residual")),
@@ -65,7 +70,7 @@ def rms_norm(
     Args:
         x: [..., N], float32, bfloat16 or float16 (float64 through PyTorch).
         weight: [N], in x's dtype or float32.
-        eps: added to the mean square, under the root.
+        eps: added to the mean square, under the root; 0 or more.
         residual: as x; then the sum is normalized and returned too, from the same kernel.
         weight_offset: added to the weight, in float32 (1.0 in Gemma); without a weight it is not used.
         round_before_weight: round the normalized value to x's dtype before it meets the weight, as Llama's

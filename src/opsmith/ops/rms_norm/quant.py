@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opsmith.call.arguments import check_number
+from opsmith.call.arguments import EPS, check_number
 from opsmith.call.dispatch import compiling
 from opsmith.call.layouts import nbytes
 from opsmith.call.run import Call, declare
@@ -23,7 +23,7 @@ SIGNATURE = Signature(
         Input("x", "... N"),
         Input("weight", "N", Dtype.FIRST_OR_FLOAT32, optional=True),
         Input("bias", "N", Dtype.FIRST_OR_FLOAT32, optional=True, needs="weight"),
-        Number("eps", float),
+        Number("eps", float, within=EPS),
         Input("scale", "", torch.float32, optional=True),
         Input("offset", "", torch.float32, optional=True, needs="scale"),
     ),
@@ -58,7 +58,7 @@ def rms_norm_quant(
         x: [..., N], float32, bfloat16 or float16.
         weight: [N], in x's dtype or float32; None: x comes normalized, and is quantized alone.
         bias: [N], added after the norm; needs a weight.
-        eps: added to the mean square, under the root.
+        eps: added to the mean square, under the root; 0 or more.
         scale, offset: one number each, the scale not 0, or none: then every row gets a scale of its own, and there is
             no offset.
 

@@ -107,6 +107,7 @@ Keys checked(Keys keys, DType dtype, int64_t tokens, int64_t kv_lora, const Tens
     STD_TORCH_CHECK(-1 <= slot && slot < end, "mla: slot_mapping must lie in [0, ", end,
                     ") or be -1; it does not for token ", t, "; nothing was written");
   }
+  STD_TORCH_CHECK(0 <= keys.eps && keys.eps <= std::numeric_limits<float>::max(), "mla: no eps ", keys.eps);
   keys.gamma2 = view_of(gamma2);
   keys.latent = view_of(latent);
   keys.rope = view_of(rope);

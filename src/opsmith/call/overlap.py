@@ -37,7 +37,7 @@ def refuse_overlap(op: str, out: Tensor, onto: Collection[str], read: Mapping[st
         start = t.data_ptr()
         if start >= end or _end(t, start) <= first or (name in onto and _same_place(out, t)):
             continue
-        if not _share(out, t):
+        if not share(out, t):
             continue
         itself = f", or {name} itself" if name in onto else ""
         raise ValueError(
@@ -74,7 +74,7 @@ def _same_place(out: Tensor, t: Tensor) -> bool:
     )
 
 
-def _share(out: Tensor, t: Tensor) -> bool:
+def share(out: Tensor, t: Tensor) -> bool:
     """Whether they have a byte in common: columns of one matrix reach into each other's span, and have none."""
     try:
         return bool(np.shares_memory(_Memory(out), _Memory(t), max_work=_MOST_WORK))  # type: ignore[arg-type]

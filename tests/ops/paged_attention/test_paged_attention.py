@@ -190,6 +190,24 @@ def test_a_slot_that_is_not_there_is_an_error_before_anything_is_written(bad: in
     assert not v_cache.any()
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_one_memory_for_keys_and_values_is_refused(compiled: bool) -> None:
+    pool = torch.zeros(3, 4, 2, 16)
+    call: Any = torch.compile(reshape_and_cache, backend="eager") if compiled else reshape_and_cache
+    k, slots = torch.ones(2, 2, 8), torch.tensor([0, 1])
+    cache = pool[..., :8]
+    for other in (cache, pool[..., :8]):
+        with pytest.raises((ValueError, RuntimeError), match=r"share memory|one cache for k and v"):
+            call(k, k, cache, other, slots)
+    if not compiled:  # in PyTorch's operators, which look closer
+        wide = pool.double()
+        with pytest.raises(ValueError, match="reshape_and_cache: k_cache and v_cache share memory"):
+            call(k.double(), k.double(), wide[..., :8], wide[..., 7:15], slots)
+        call(k.double(), k.double(), wide[..., :8], wide[..., 8:], slots)
+        assert wide[0, :2].all()
+    assert not pool.any()
+
+
 @pytest.mark.parametrize("bad", [-1, 5])
 def test_a_block_that_is_not_there_is_named(bad: int) -> None:
     k_cache, v_cache = torch.zeros(2, 5, 4, 2, 8)

@@ -13,10 +13,11 @@ from opsmith.call.arguments import check_fit
 from opsmith.call.dispatch import compiling, kernels, native
 from opsmith.call.fast import direct
 from opsmith.call.layouts import dense_rows, nbytes
+from opsmith.call.overlap import share
 from opsmith.kernels import libraries
 from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Sample, register
 from opsmith.ops.attention import INTEGERS
-from opsmith.ops.pages import caches, check_slots
+from opsmith.ops.pages import caches, check_slots, has_values
 
 _OP = "reshape_and_cache"
 LEAST = 1e-30  # a row whose numbers are all below this is rounded to zeros, as its inverse may be no float32
@@ -82,6 +83,8 @@ def _check(k: Any, v: Any, k_cache: Any, v_cache: Any, slots: Any, k_scale: Any,
         *caches(_OP, k_cache, v_cache, k_scale, v_scale),
         ("slot_mapping", slots, "T", *INTEGERS),
     )
+    if has_values(k_cache, v_cache) and k_cache.data_ptr() and share(k_cache, v_cache):
+        raise ValueError(f"{_OP}: k_cache and v_cache share memory; pass each of them some of its own")
     if not slots.is_cuda:
         check_slots(_OP, slots, *k_cache.shape[:2])
 

@@ -85,6 +85,7 @@ View slots_of(const char* op, const Heads& k, const Heads& v, const Tensor& slot
   STD_TORCH_CHECK(k.like(v, 3) && k.sizes[2] == keys.size(2) && k.sizes[3] == keys.size(3) &&
                       v.sizes[3] == values.size(3),
                   op, ": k and v do not fit the caches");
+  STD_TORCH_CHECK(keys.data_ptr() != values.data_ptr() || !keys.numel(), op, ": one cache for k and v");
   STD_TORCH_CHECK(slots.dim() == 1 && slots.size(0) == tokens && is_id(dtype_of(slots)), op,
                   ": slot_mapping must be int32 or int64 [", tokens, "]");
   const View at = view_of(slots);

@@ -65,3 +65,13 @@ def write(path: str | Path, text: str, mode: int = 0o666) -> None:
         made.replace(path)
     finally:
         made.unlink(missing_ok=True)
+
+
+def written(what: str, text: str, path: str | Path | None) -> str:
+    """The text, in a file too where one is named; one that can't be written is one clear error."""
+    try:
+        if path is not None:
+            write(path, text)
+    except OSError as error:
+        raise ValueError(f"{what}: can't write {path}: {error.strerror or error}") from error
+    return text

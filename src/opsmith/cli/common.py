@@ -16,7 +16,7 @@ import typer
 from rich.console import Console
 
 from opsmith.cli import CommandError
-from opsmith.files import write
+from opsmith.files import written
 
 if TYPE_CHECKING:
     import torch
@@ -68,12 +68,8 @@ class Output:
         if self.json_to == "-":
             print(text)
             return
-        try:
-            write(self.json_to, text + "\n")
-        except OSError as error:
-            raise CommandError(
-                f"--json: cannot write {self.json_to} ({error.strerror}); name another file"
-            ) from error
+        with told():
+            written("--json", text + "\n", self.json_to)
 
 
 @contextlib.contextmanager

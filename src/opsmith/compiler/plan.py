@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
-from opsmith.files import write
+from opsmith.files import written
 
 SCHEMA = 1
 _HEADS = 3  # sets of sizes that a table names, of those at which the same runs
@@ -128,16 +128,6 @@ def read(path: str | Path, what: str) -> Any:
         raise ValueError(f"{what}: can't read {path}: {error.strerror or error}") from error
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{what}: {path} is not JSON: {error}") from error
-
-
-def written(what: str, text: str, path: str | Path | None) -> str:
-    """The text, in a file too where one is named; one that can't be written is one clear error."""
-    try:
-        if path is not None:
-            write(path, text)
-    except OSError as error:
-        raise ValueError(f"{what}: can't write {path}: {error.strerror or error}") from error
-    return text
 
 
 def checked(data: Any, found: Any, schema: int, form: TypeAdapter[T], where: str, again: str) -> T:

@@ -9,7 +9,8 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from opsmith.compiler.plan import checked, read, written
+from opsmith.compiler.plan import checked, read
+from opsmith.files import written
 from opsmith.profiler.data import SCHEMA, Findings
 from opsmith.profiler.report.diff import Diff, compare
 from opsmith.profiler.report.html import page

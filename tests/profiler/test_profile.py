@@ -23,7 +23,7 @@ from opsmith.operator import registry
 from opsmith.profiler import Profile
 from opsmith.profiler.collect import align
 from opsmith.profiler.data import ATTENTION, MATMUL, NORM, Phase, Row, bill
-from opsmith.profiler.report.text import _layers_table, per_token
+from opsmith.profiler.report.text import _layers_table, per_token, trust
 from opsmith.proof.replay import call_of, sample_of
 from tests.compiler.models import Encoder, ids, seeded
 
@@ -457,3 +457,8 @@ def test_decode_needs_a_position_behind_the_example() -> None:
     model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)).eval()
     with pytest.raises(ValueError, match="the 8 tokens leave decode no position"):
         opsmith.profile(model, {"input_ids": torch.zeros(1, 8, dtype=torch.long)}, phase="decode")
+
+
+@pytest.mark.parametrize(("threads", "said"), [(1, "1 thread of 1 core,"), (2, "2 threads of 2 cores,")])
+def test_one_thread_is_not_called_several(threads: int, said: str) -> None:
+    assert said in trust(Profile("model", [], {"threads": threads, "cores": threads}))[0]

@@ -136,7 +136,7 @@ def run(
         draw(results, Path(roofline))
     output.finish(_as_json(results, faults))
     if faults:
-        raise CommandError(f"bench: {len(faults)} faults, the first: {faults[0]}")
+        raise CommandError(f"bench: {len(faults)} fault{'s' * (len(faults) > 1)}, the first: {faults[0]}")
 
 
 def _projects(

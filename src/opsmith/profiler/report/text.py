@@ -54,9 +54,10 @@ def trust(profile: Findings) -> list[str]:
     machine, lines = profile.machine, []
     if profile.partial:
         lines.append(f"PARTIAL: {profile.partial}; what was gathered until then is below")
+    threads, cores = (machine.get(name, "?") for name in ("threads", "cores"))
     lines.append(
         f"{profile.model}{', optimized' if profile.optimized else ''} on {machine.get('cpu', 'unknown')}, "
-        f"{machine.get('threads', '?')} threads of {machine.get('cores', '?')} cores, "
+        f"{threads} thread{'s' * (threads != 1)} of {cores} core{'s' * (cores != 1)}, "
         f"torch {profile.versions.get('torch', '?')}, {profile.taken}"
     )
     lines.append("roofs, measured in this run: " + (", ".join(roof_lines(profile)) or "unknown"))

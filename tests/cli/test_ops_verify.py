@@ -8,7 +8,10 @@ import pytest
 import torch
 
 from opsmith.cli import main
+from opsmith.cli.common import Output
+from opsmith.cli.verify import _print
 from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Sample
+from opsmith.proof.verify import Finding
 
 
 def samples(make: Make) -> Iterator[Sample]:
@@ -75,3 +78,13 @@ def test_verify_is_red_and_names_the_smallest_case(
     assert "start with the smallest: negate wrong, values of sample 'short', bfloat16" in err
     assert main(["verify", "negate"]) == 1
     assert "sample 'short'" in capsys.readouterr().out
+
+
+def test_a_table_of_every_check_does_not_fold_in_a_pipe(capsys: pytest.CaptureFixture[str]) -> None:
+    checks = [
+        *("gradients", "values", "out=", "two runs", "threads", "out=, returned", "out=, refused"),
+        *("opcheck", "torch.compile", "torch.compile, gradients", "gradcheck"),
+    ]
+    _print(Output(None).console, [Finding("softmax", "native", "float32", "", 1, c, True) for c in checks])
+    header = capsys.readouterr().out.splitlines()[0]
+    assert [check for check in checks if check not in header] == []

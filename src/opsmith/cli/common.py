@@ -52,7 +52,7 @@ class Output:
         self.json_to = json_to
         if json_to is not None and json_to != "-":
             check_target("--json", Path(json_to))
-        width = None if sys.stdout.isatty() else 160  # a file or pipe has no width of its own
+        width = None if sys.stdout.isatty() else 240  # a file or pipe has none: as the widest table
         self.console = Console(quiet=json_to == "-", highlight=False, markup=False, width=width)
 
     def keep(self, data: Any) -> None:

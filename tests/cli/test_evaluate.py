@@ -97,7 +97,9 @@ def test_a_folder_of_few_bits_is_measured_as_it_is(folder: Path, tmp_path: Path)
     opsmith.save(opsmith.optimize(model, config=opsmith.Config(tune=False), quantize="int8"), packed)
     out, text = tmp_path / "out.json", str(folder / "text.txt")
     assert main(["evaluate", str(packed), "--text", text, "--window", "50", "--json", str(out)]) == 0
-    (only,) = json.loads(out.read_text())["rows"]  # its layers have no floats to make other formats of
+    found = json.loads(out.read_text())
+    (only,) = found["rows"]  # its layers have no floats to make other formats of
+    assert found["recommendation"] == "recommended: packed, as it is; no other format was evaluated"
     assert (
         main(
             [

@@ -96,8 +96,8 @@ def run(
         ]
     with output.console.status("loading the model"), told("evaluate: "):
         model, tokenizer = hf.load_with_tokenizer(path)
-    own = str(next(p.dtype for p in model.parameters())).removeprefix("torch.")
     packed = any(isinstance(module, PackedLinear) for module in model.modules())
+    own = "packed" if packed else str(next(p.dtype for p in model.parameters())).removeprefix("torch.")
     chosen = [one for one in chosen if one[0] != own and (formats or not packed)]
     rows: list[Row] = []
     with told(), told(refusal=TypeError):
@@ -140,7 +140,8 @@ def recommended(rows: Sequence[Row], within: float) -> str:
     best = min((row for row in rows if lost(row.found) <= within), key=lambda row: row.nbytes, default=None)
     rule = f"the fewest bytes that lose at most {within:g} % of perplexity, on the text and by the divergence"
     if best is None or best.nbytes >= rows[0].nbytes:
-        return f"recommended: {rows[0].name}; nothing smaller loses at most {within:g} % of perplexity"
+        smaller = f"nothing smaller loses at most {within:g} % of perplexity"
+        return f"recommended: {rows[0].name}; {smaller if rows[1:] else 'no other format was evaluated'}"
     return f"recommended: {best.name}: {rule}"
 
 

@@ -83,11 +83,9 @@ def check_outputs(
     if not isinstance(out, tuple | Tensor):
         raise TypeError(f"{op}: out must be {many}, got {type(out).__name__}")
     given = out if isinstance(out, tuple) else (out,)
-    if len(given) != len(results) or not all(isinstance(t, Tensor) for t in given):
-        got = f"{len(given)} tensors" if len(given) != len(results) else type(given[0]).__name__
-        raise (ValueError if len(given) != len(results) else TypeError)(
-            f"{op}: out must be {what or many}, got {got}"
-        )
+    if (n := len(given)) != len(results) or not all(isinstance(t, Tensor) for t in given):
+        got = f"{n} tensor{'s' * (n != 1)}" if n != len(results) else type(given[0]).__name__
+        raise (ValueError if n != len(results) else TypeError)(f"{op}: out must be {what or many}, got {got}")
     for i, (t, (one, shape, dtype)) in enumerate(zip(given, results, strict=True)):
         check_out(op, t, x, torch.Size(shape), dtype, onto=one.onto, **read, **earlier(given, i))
 

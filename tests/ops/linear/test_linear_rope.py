@@ -115,7 +115,7 @@ def test_nothing_to_multiply_gives_the_bias_turned(grad: bool) -> None:
         ),
         ({"positions": torch.tensor([1, 2])}, ValueError, r"positions must have shape \(5,\) or \(2, 5\)"),
         ({"positions": torch.tensor([0, 1, 2, 3, 9])}, ValueError, r"positions must be in \[0, 5\).*got 9"),
-        ({"out": (torch.randn(2, 3, 5, 8),)}, ValueError, "out must be a triple of tensors, got 1 tensors"),
+        ({"out": (torch.randn(2, 3, 5, 8),)}, ValueError, "out must be a triple of tensors, got 1 tensor$"),
     ],
 )
 def test_errors_name_what_was_expected_and_what_came(change, error, message) -> None:

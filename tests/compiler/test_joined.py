@@ -99,7 +99,7 @@ def test_queries_keys_and_values_are_one_call_and_one_memory(format: str, shape:
     assert groups(model) == [("q", "k", "v")]
     assert kept(model) == ["3 layers of one input"]
     assert model.opsmith.report.found["packed_linear"] == 1
-    assert "joined: 1 groups of layers of one input, as q, k, v" in str(model.opsmith.report)
+    assert "joined: 1 group of layers of one input, as q, k, v" in str(model.opsmith.report)
     assert same(call(model, x), layer_by_layer(model, x), format)
     assert [s.error for s in model.opsmith.report.sites if s.operator == "packed_linear"] == [
         0.0

@@ -109,7 +109,8 @@ class Report:
         lines += self.mixtures
         if groups := {layer.joined: None for layer in (*packed, *kept) if layer.joined}:
             first = ", ".join(next(iter(groups)))
-            lines.append(f"joined: {len(groups)} groups of layers of one input, as {first}")
+            what = f"group{'s' * (len(groups) > 1)} of layers of one input"
+            lines.append(f"joined: {len(groups)} {what}, as {first}")
         for table in (layer for layer in self.quantized if layer.rows_of):
             whose = "of its own" if table.rows_of == table.name else f"of {table.rows_of}"
             lines.append(

@@ -116,7 +116,27 @@ def test_a_cache_of_the_callers_own(pairs: Any) -> None:
     assert not model.opsmith.report.fallbacks
     static = transformers.StaticCache(config=plain.config, max_cache_len=64)
     assert torch.equal(model.generate(**inputs, **GREEDY, past_key_values=static), want)
-    assert "a StaticCache is not a DynamicCache" in model.opsmith.report.fallbacks
+    calls = model.opsmith.report.fallbacks["a StaticCache is not a DynamicCache"]
+    said = f"the model's own cache in {calls} calls: a StaticCache is not a DynamicCache"
+    assert said in str(model.opsmith.report)
+
+
+def test_an_encoder_decoder_keeps_its_own_cache_and_says_so() -> None:
+    sizes = {f"{s}_{w}": n for s in ("encoder", "decoder") for w, n in (("layers", 1), ("ffn_dim", 32))}
+    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    torch.manual_seed(0)
+    config = transformers.BartConfig(
+        vocab_size=VOCABULARY, d_model=16, max_position_embeddings=32, **sizes, **heads
+    )
+    plain = transformers.BartForConditionalGeneration(config).eval()
+    model = opsmith.optimize(copy.deepcopy(plain), config=QUICK)
+    inputs = {"input_ids": torch.randint(3, VOCABULARY, (2, 6))}
+    fixed = {"do_sample": False, "max_new_tokens": 4, "min_new_tokens": 4}
+    assert torch.equal(model.generate(**inputs, **fixed), plain.generate(**inputs, **fixed))
+    report = model.opsmith.report
+    assert report.found["attention"]
+    assert report.fallbacks == {"a model of an encoder and a decoder keeps a cache of two attentions": 4}
+    assert "the model's own cache in 4 calls: a model of an encoder" in str(report)
 
 
 def test_what_pages_do_not_serve_runs_as_it_was() -> None:

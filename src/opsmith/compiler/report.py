@@ -40,7 +40,7 @@ class Report:
     graphs: list[GraphReport]
     quantized: list[QuantizedLayer] = field(default_factory=list)
     latent: list[LatentReport] = field(default_factory=list)
-    # Calls that ran the original attention, by reason.
+    # Calls not served from blocks of keys and values, by reason.
     fallbacks: dict[str, int] = field(default_factory=dict)
     slower: list[str] = field(default_factory=list)  # at which sizes eager runs as a whole, and why
     advice: list[str] = field(default_factory=list)  # what its session would do next
@@ -96,7 +96,8 @@ class Report:
             worst = max(kept, key=lambda layer: layer.lost)
             lines.append(f"rounding took {worst.lost:.2g} of the results of {worst.name}, the most of all")
         lines += [f"latent attention: {layer.name}: {layer.why}" for layer in kept if layer.why]
-        return lines + [f"original attention in {n} calls: {why}" for why, n in self.fallbacks.items()]
+        what = "original attention" if self.latent else "the model's own cache"
+        return lines + [f"{what} in {n} calls: {why}" for why, n in self.fallbacks.items()]
 
     @property
     def quantized_lines(self) -> list[str]:
@@ -185,11 +186,8 @@ class Report:
         ):
             of = ((s.operator, f"{s.name} {s.where}: {s.why}") for s in sites if s.status == status)
             lines += _few(f"{what}: ", of)
-        lines += _few(
-            "rolled back: ", ((1, f"mla {m.name}: {m.why}") for m in self.latent if m.status == "rolled back")
-        )
-        left = ((g.left, f"{g.what}: {g.left}") for g in self.graphs if g.left)
-        lines += _few("left as it was: ", left)
+        lines += _few("rolled back: ", ((1, line) for line in self.rolled_back if line.startswith("mla ")))
+        lines += _few("left as it was: ", ((g.left, f"{g.what}: {g.left}") for g in self.graphs if g.left))
         lines += _few("", ((line, line) for line in self.slower))
         seen = {str(m): (m.operator, m.where) for g in self.graphs for m in g.misses}
         lines += _few("near miss: ", ((key, line) for line, key in seen.items()))

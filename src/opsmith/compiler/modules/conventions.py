@@ -260,6 +260,8 @@ class ModelCall:
             return f"the model's call takes no {_CACHE}"
         if self.given.get("output_attentions") or getattr(config, "output_attentions", False):
             return "attention weights are asked for"
+        if "decoder_input_ids" in self.names:
+            return "a model of an encoder and a decoder keeps a cache of two attentions"
         if not isinstance(self.tokens, Tensor) or not self.tokens.numel():
             return "there is no input of tokens"
         if self.cache is None:

@@ -176,6 +176,15 @@ def _attn_positions(q: Any, k: Any, v: Any, m: Any) -> Any:
     return torch.bmm(scores.softmax(-1).view(-1, n, n), v).view(b, 3, n, 8)
 
 
+def _attn_slopes(q: Any, k: Any, v: Any, slopes: Any, m: Any) -> Any:
+    """Each head's slope by position, a row for all queries, while all heads are one axis with the batch (Bloom)."""
+    b, h, n, d = q.shape
+    row = (slopes[:, None, None] * torch.arange(n)).repeat(b, 1, 1)
+    fold = [t.reshape(b * h, n, d) for t in (q, k, v)]
+    scores = row.baddbmm(fold[0], fold[1].transpose(-1, -2), beta=1.0, alpha=0.25).view(b, h, n, n) + m
+    return torch.bmm(scores.softmax(-1).view(b * h, n, n), fold[2]).view(b, h, n, d)
+
+
 def _attn_cached(q: Any, k: Any, v: Any) -> Any:
     """Queries with heads behind tokens, keys as a cache has them, copied for each of the queries' heads."""
     b, h, n, d = k.shape
@@ -279,6 +288,7 @@ SPELLINGS: list[tuple[str, str, Callable[..., Any], tuple[Any, ...]]] = [
     ("attention", "where", _attn_where, (_Q, _Q, _Q, "mask")),
     ("attention", "tril", _attn_tril, (_Q, _Q, _Q)),
     ("attention", "positions", _attn_positions, ((2, 6, N), (2, 6, N), (2, 6, N), "mask")),
+    ("attention", "slopes", _attn_slopes, (_Q, _Q, _Q, (3,), (2, 1, 6, 6))),
     ("attention", "one head", _attn_cached, ((2, 6, 3, 8), (2, 1, 6, 8), (2, 1, 6, 8))),
     ("attention", "repeated heads", _attn_repeat, ((2, 6, 6, 8), (2, 2, 6, 8), (2, 2, 6, 8))),
 ]

@@ -110,13 +110,11 @@ def _summands(
     for term, nodes in canon.nodes.items():
         node = _first(nodes, root)
         operand: Operand = node
-        if (
-            len(shape) == 4
-            and isinstance(shape[1], int)
-            and shape_of(node) == (shape[0] * shape[1], *shape[2:])
-        ):
-            term = views.reshape(term, shape_of(node), shape)
-            operand = Made(torch.ops.aten.unflatten.int, (node, 0, [-1, shape[1]]), shape)
+        both, *rest = shape_of(node) or (None,)
+        if len(shape) == 4 and len(rest) == 2 and isinstance(shape[1], int) and both == shape[0] * shape[1]:
+            apart = (*shape[:2], *rest)  # queries may share a row
+            term = views.reshape(term, shape_of(node), apart)
+            operand = Made(torch.ops.aten.unflatten.int, (node, 0, [-1, shape[1]]), apart)
         if term.terms and all(math.isclose(left.get(m, 0.0), c, rel_tol=1e-6) for m, c in term.terms):
             yield term, operand
 

@@ -49,6 +49,8 @@ class Paged:
     def call(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], run: Run) -> Any:
         """The model's call: by `run` on pages, where these serve it."""
         if self.why is not None and not self.windows:  # none of its caches has pages
+            if self.why in self.fallbacks and conventions.may_cache(args, kwargs):
+                self.fallbacks[self.why] += 1
             return run(*args, **kwargs)
         with self.lock:
             if not conventions.may_cache(args, kwargs):

@@ -55,6 +55,13 @@ def test_thirty_lines_say_the_most_of_any_model() -> None:
     assert "report.details()" in str(report)
 
 
+def test_what_was_proved_is_said_where_no_two_sites_are_alike() -> None:
+    site = _site(0)
+    site.error, site.bound = 1.0, 4.0
+    proved = "proved: 1 sites in float64, 0 as near to eager as one of these; the most is 0.25 of the bound"
+    assert proved in str(Report([GraphReport([site], [], 9)]))
+
+
 def test_details_and_json_are_complete() -> None:
     report = _large()
     text = report.details()

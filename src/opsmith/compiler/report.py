@@ -148,8 +148,8 @@ class Report:
     def _summary(self) -> list[str]:
         lines = ["found: " + (", ".join(f"{n} {k}" for k, n in self.found.items()) or "no operator of ours")]
         lines += [f"as one product: {n} times {what}" for what, n in self.together.items()]
-        kept = [s for s in self.sites if s.status == "kept" and s.bound]
-        if alike := sum(bool(s.like) for s in kept):
+        if kept := [s for s in self.sites if s.status == "kept" and s.bound]:
+            alike = sum(bool(s.like) for s in kept)
             worst = max(kept, key=lambda s: s.error / s.bound)
             lines.append(
                 f"proved: {len(kept) - alike} sites in float64, {alike} as near to eager as one of these; "

@@ -73,6 +73,13 @@ def test_a_command_that_is_not_there_is_found(text: str, missing: list[str]) -> 
     assert [word for words in commands(text) for word in wrong(words)] == missing
 
 
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_option_is_on_the_page_of_commands(verb: str) -> None:
+    said = set(re.findall(r"(?<![\w-])--?[a-z][a-z-]*", (ROOT / "docs/guide/cli.md").read_text()))
+    options = [{*one.opts, *one.secondary_opts} for one in _load(verb).params]
+    assert [sorted(names) for names in options if "-" in {n[0] for n in names} and not names & said] == []
+
+
 def test_every_variable_has_its_answer() -> None:
     """Those that our Python reads from the environment stand in the table of the FAQ, and no others."""
     read = re.compile(

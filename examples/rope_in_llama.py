@@ -65,6 +65,8 @@ def table(length: int, dim: int = DIM) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
+        sys.exit("usage: python examples/rope_in_llama.py FOLDER, a project such as examples/rope_custom")
     load(sys.argv[1])
     torch.manual_seed(0)
     model = Model().eval()

@@ -17,6 +17,12 @@ def test_the_example_names_what_it_writes_out() -> None:
         times = module.breakdown(profile)
         assert sum(times.values()) > 0
         assert all(times[name] > 0 for name in ("MatMul", "Attention", "Norm"))
+    assert "attention writes its scores to memory: 7 PyTorch calls for one operator" in {
+        item.title for item in before.advice
+    }
+    assert not any(
+        r.operator == "gelu" for r in after.phases[0].rows
+    )  # the linear layer before it has it now
     rows = {r.operator: r for r in before.phases[0].rows}
     assert rows["layer_norm"].composite
     assert rows["attention"].composite

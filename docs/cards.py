@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-import opsmith.ops  # noqa: F401  registers the cards
+import opsmith.ops
 from opsmith.cli import pictures
 from opsmith.measure.stats import CONCLUDES_NOTHING
 from opsmith.operator import Make, Operator, registry
@@ -55,7 +55,10 @@ def on_page_content(html: str, **_: Any) -> str:
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Called by MkDocs for each page."""
-    markdown = markdown.replace("<!-- operators -->", overview(registry().values()))
+    markdown = markdown.replace(
+        "<!-- operators -->",
+        overview(card for card in registry().values() if card.name in opsmith.ops.__all__),
+    )
     folder, _, name = page.file.src_uri.rpartition("/")
     stem = name.removesuffix(".md")
     cards = [card for card in registry().values() if page_of(card) == stem]
@@ -127,17 +130,23 @@ def described(card: Operator) -> str:
     return "\n\n".join(parts)
 
 
+def public(card: Operator) -> Any:
+    """What a program calls; a card of a cache has a form of its own beside it, on tensors alone."""
+    return getattr(opsmith.ops, card.name, card.function)
+
+
 def signature(card: Operator) -> str:
     """The call as one writes it, without types."""
     parameters = [
         parameter.replace(annotation=inspect.Parameter.empty)
-        for parameter in inspect.signature(card.function).parameters.values()
+        for parameter in inspect.signature(public(card)).parameters.values()
     ]
     return f"{card.name}{inspect.Signature(parameters)}"
 
 
 def sentence(card: Operator) -> str:
-    return (inspect.getdoc(card.function) or "").partition("\n")[0].rstrip(".")
+    function = public(card)
+    return (inspect.getdoc(getattr(function, "func", function)) or "").partition("\n")[0].rstrip(".")
 
 
 def short(dtype: torch.dtype) -> str:

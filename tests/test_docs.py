@@ -1,13 +1,15 @@
 """The tables of the site come from the cards: each operator is there, with numbers where there are any."""
 
+import inspect
 import json
+import re
 import subprocess
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
 
-import opsmith.ops  # noqa: F401  registers the cards
+import opsmith.ops
 from opsmith.authoring.project import imported
 from opsmith.operator import registry
 
@@ -21,8 +23,10 @@ def cards() -> ModuleType:
 
 def test_the_overview_names_every_operator(cards: ModuleType) -> None:
     text = cards.on_page_markdown("before\n\n<!-- operators -->\n\nafter", page_at("operators/index.md"))
-    for card in registry().values():
-        assert f"`{card.name}(" in text
+    for name in registry().keys() & set(opsmith.ops.__all__):
+        assert f"`{name}(" in text
+    page = (CARDS.parent / "operators/index.md").read_text()
+    assert "\n\n<!-- operators -->\n\n" in page  # lines of a table right behind it would be rows of it
     assert text.startswith("before\n\n| operator | call |")
     assert text.endswith("|\n\nafter")
 
@@ -36,6 +40,16 @@ def test_a_page_ends_with_its_cards(cards: ModuleType, name: str) -> None:
     assert "plus 1 unit in the last place" in text or card.tolerance.ulps != 1
     if card.workloads is not None:
         assert "MB read and written" in text
+
+
+@pytest.mark.parametrize("name", ["mla_attention", "mla_preprocess", "reshape_and_cache"])
+def test_a_call_is_that_of_the_public_function(cards: ModuleType, name: str) -> None:
+    """The card's own form takes a cache as tensors, or makes one."""
+    called = list(inspect.signature(getattr(opsmith.ops, name)).parameters)
+    text = cards.on_page_markdown("<!-- operators -->", page_at("operators/index.md"))
+    (call,) = re.findall(rf"`{name}\((.*?)\)`", text)
+    assert [part.partition("=")[0] for part in call.replace("*, ", "").split(", ")] == called
+    assert "partial(" not in cards.sentence(registry()["mla_preprocess_int8"])
 
 
 def test_a_result_says_how_often_its_operator_has_changed(cards: ModuleType, tmp_path: Path) -> None:

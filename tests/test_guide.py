@@ -80,6 +80,14 @@ def test_every_option_is_on_the_page_of_commands(verb: str) -> None:
     assert [sorted(names) for names in options if "-" in {n[0] for n in names} and not names & said] == []
 
 
+@pytest.mark.parametrize("name", opsmith.__all__)
+def test_every_public_name_is_on_a_page(name: str) -> None:
+    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "docs").glob("[!d]*/*.md")]
+    assert any(
+        re.search(rf"\bopsmith\.{name}\b|from opsmith import .*\b{name}\b", p.read_text()) for p in pages
+    )
+
+
 def test_every_variable_has_its_answer() -> None:
     """Those that our Python reads from the environment stand in the table of the FAQ, and no others."""
     read = re.compile(

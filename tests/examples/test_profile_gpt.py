@@ -17,9 +17,6 @@ def test_the_example_names_what_it_writes_out() -> None:
         times = module.breakdown(profile)
         assert sum(times.values()) > 0
         assert all(times[name] > 0 for name in ("MatMul", "Attention", "Norm"))
-    assert "attention writes its scores to memory: 7 PyTorch calls for one operator" in {
-        item.title for item in before.advice
-    }
     assert not any(
         r.operator == "gelu" for r in after.phases[0].rows
     )  # the linear layer before it has it now

@@ -308,10 +308,48 @@ def test_dynamos_advice_at_a_break_is_not_ours_to_give() -> None:
     handler.emit = heard.append  # type: ignore[method-assign]
     logger.addHandler(handler)
     try:
-        with entry._capturing(general=False, left=[], whole=False):
+        with entry._capturing(general=False, sure=False, left=[], whole=False):
             logger.warning("while a model is captured")
         assert not heard
         logger.warning("to somebody else")
         assert len(heard) == 1
     finally:
         logger.removeHandler(handler)
+
+
+class _Bounded(nn.Module):
+    """A model that refuses more tokens than it has positions by an error of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(32), nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.shape[1] > 16:
+            raise ValueError("more than 16 positions")
+        return self.linear(self.norm(x)).relu()
+
+
+@pytest.mark.parametrize("example", [True, False], ids=["example", "none"])
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize(
+    ("bad", "error"),
+    [((20, 32), "more than 16 positions"), ((9, 31), "normalized_shape")],
+    ids=["raised", "shape"],
+)
+def test_a_call_without_an_answer_costs_no_other_its_graph(
+    example: bool, batch: int, bad: Any, error: str
+) -> None:
+    torch._dynamo.reset()
+    model, x = _Bounded().eval(), torch.randn(batch, 9, 32)
+    opsmith.optimize(model, *[x] * example, config=UNTIMED)
+    with torch.no_grad(), pytest.raises((ValueError, RuntimeError), match=error):
+        model(torch.randn(batch, *bad))
+    with torch.no_grad():
+        model(x)
+        assert len(model.opsmith.graphs) == 1
+        model(torch.randn(3, 12, 32))
+    model.train()
+    model(x).sum().backward()
+    # Each kind of call has one graph still, and no module is captured by itself.
+    assert [len(g.report.sites) for g in model.opsmith.graphs] == [2] * len(model.opsmith.graphs)

@@ -44,13 +44,13 @@ def entry(model: nn.Module, session: Session) -> Callable[..., Any]:
         result = model._call_impl(*args, **kwargs)
         return result
 
-    forward = _apart(forward)
     # Dynamo builds its guards twice where somebody chooses among them.
     whole = any(isinstance(m, _LAYERS) for m in model.modules())
     packed = session.config.quantize or session.packing.adopted
     chosen = keep_input_guards if session.config.frozen else needed if packed or whole else None
     options: Any = chosen and {"guard_filter_fn": chosen}
-    compiled = torch.compile(forward, backend=_backend(session), dynamic=True, options=options, **_UNLIMITED)
+    begin = partial(torch.compile, backend=_backend(session), dynamic=True, options=options, **_UNLIMITED)
+    compiled: Any = None
     seen: dict[tuple[Any, ...], Callable[..., Any]] = {}
     own: set[tuple[Any, ...]] = set()  # calls, at any size, that the model's own code answers
     captures: defaultdict[tuple[Any, ...], set[Any]] = defaultdict(set)  # by the same, at which sizes
@@ -72,7 +72,7 @@ def entry(model: nn.Module, session: Session) -> Callable[..., Any]:
         return served.call(model, args, kwargs, captured)
 
     def captured(*args: Any, **kwargs: Any) -> Any:
-        nonlocal general
+        nonlocal general, compiled
         values = (*args, *kwargs.values())
         tensors = [v for v in values if isinstance(v, Tensor)]
         one = next(model.parameters(), None)  # all of them are cast, moved and frozen together, as a rule
@@ -116,15 +116,20 @@ def entry(model: nn.Module, session: Session) -> Callable[..., Any]:
         session.capturing.general, session.capturing.paged = general and plain and many, paged
         session.capturing.ready = True
         before, started = len(session.parts), time.monotonic()
+        # Dynamo gives up the frame of a call that fails, unless it is `sure` that there is no break to begin again at.
+        sure = general and before > 0
+        compiled = compiled if before else begin(_apart(forward))
         left: list[Exception] = []
         try:
-            with _capturing(session.capturing.general, left, whole):
+            with _capturing(session.capturing.general, sure, left, whole):
                 result = compiled(*args, **kwargs)
         except torch._dynamo.exc.TorchDynamoException:
-            if not session.capturing.general:  # what ran before would run twice
+            if not (session.capturing.general or sure):  # what ran before would run twice
                 raise
+            if sure and not model.training:  # a call without an answer ends here
+                rehearse(model, args, kwargs)
             general = session.capturing.general = False
-            with _capturing(False, left, whole):
+            with _capturing(False, False, left, whole):
                 result = compiled(*args, **kwargs)
         finally:
             session.capturing.general = session.capturing.ready = False
@@ -208,16 +213,16 @@ class _Forgotten(Exception):
 
 
 @contextmanager
-def _capturing(general: bool, left: list[Exception], whole: bool) -> Iterator[None]:
+def _capturing(general: bool, sure: bool, left: list[Exception], whole: bool) -> Iterator[None]:
     """The settings under which a graph is captured.
 
     Recompilations are no sign of trouble here: there is one for each kind of sizes. Sizes that are
     equal in the example (a cache as long as a stride) may differ in the next call, unless the model says otherwise.
     A `general` graph serves sizes of one too, a batch of one above all, unless the model asks for such a size. What
     fails in that is captured otherwise; what fails then, or behind a break of the graph, runs in eager PyTorch, which
-    Dynamo says to its logger alone: it is `left`. Its advice at a break by `.item()` would have it capture less. Layers
-    that are one operator as a `whole` to PyTorch, where nothing learns, are captured by their parts.
-    Python's garbage collector would look through all objects of all libraries again and again, a tenth of the time.
+    Dynamo says to its logger alone: it is `left`. No break comes where that is `sure`. Its advice at one by `.item()`
+    would have it capture less. Layers that are one operator as a `whole` to PyTorch, where nothing learns, are captured
+    by their parts. Python's garbage collector would look through all objects of all libraries, a tenth of the time.
     """
 
     def hear(record: logging.LogRecord) -> bool:
@@ -232,8 +237,9 @@ def _capturing(general: bool, left: list[Exception], whole: bool) -> Iterator[No
 
     with (
         measure.no_collection(),
+        torch._dynamo.error_on_graph_break(sure),
         torch._dynamo.config.patch(
-            suppress_errors=not general,
+            suppress_errors=not (general or sure),
             specialize_float=True,
             recompile_limit=_MANY,
             accumulated_recompile_limit=_MANY,

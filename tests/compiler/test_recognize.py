@@ -77,3 +77,20 @@ def test_a_number_that_a_norm_is_multiplied_by_is_no_norm_of_another_kind() -> N
     found = _recognize(scaled, [*torch.randn(2, 2, 5, 32), torch.rand(32)], False)
     assert [s.card.name for s in found.sites] == ["rms_norm"]
     assert found.misses == []
+
+
+def _unrotated(x: torch.Tensor, w: torch.Tensor, written: bool) -> torch.Tensor:
+    """The attention of a layer without positions, whose queries and keys are normed (EXAONE 4)."""
+    heads = [t.reshape(*t.shape[:2], 4, 16).transpose(1, 2) for t in x.chunk(3, -1)]
+    q, k = (w * (t * torch.rsqrt(t.pow(2).mean(-1, keepdim=True) + 1e-5)) for t in heads[:2])
+    if written:
+        return torch.softmax(q @ k.transpose(-1, -2) * 0.25, -1) @ heads[2]
+    return torch.nn.functional.scaled_dot_product_attention(q, k, heads[2])
+
+
+@pytest.mark.parametrize("written", [False, True], ids=["sdpa", "written"])
+def test_attention_of_normed_queries_and_keys_without_rotation(written: bool) -> None:
+    found = _recognize(
+        lambda x, w: _unrotated(x, w, written), [torch.randn(2, 9, 192), torch.randn(16)], True
+    )
+    assert [s.card.name for s in found.sites] == ["rms_norm", "rms_norm", "attention"]

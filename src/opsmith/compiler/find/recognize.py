@@ -43,6 +43,7 @@ from opsmith.operator import Operator, Pattern
 MIN_COMPOSITE = 3  # a near miss is something written out by hand, not a lone tanh
 LEFT_OPERAND = dict.fromkeys(("aten::linear", "aten::matmul", "aten::mm", "aten::bmm"), 0)
 LEFT_OPERAND |= dict.fromkeys(("aten::addmm", "aten::baddbmm"), 1)
+SCORES = ("aten::matmul", "aten::scaled_dot_product_attention")
 
 
 @dataclass(frozen=True)
@@ -172,13 +173,17 @@ class _Finder:
         for template in self.templates if vectors else ():
             for cut in candidates if template.cut is not None else ():
                 yield Reading(template, (*cut, *vectors), window)
-        # A matmul whose left operand is taken as it is: a scale on it belongs to what computed it.
-        products = [n for n in (root, *root.all_input_nodes) if n in region]
-        lefts = [n.args[LEFT_OPERAND[op_name(n)]] for n in products if op_name(n) in LEFT_OPERAND]
-        for left in (n for n in lefts if isinstance(n, Node)):
+        # Products of operands that are taken as they are: a scale on them belongs to what computed it. Attention has
+        # two in its scores, each of which may be a norm; written out, the keys are transposed first.
+        products = [n for n in (root, *root.all_input_nodes) if n in region and op_name(n) in LEFT_OPERAND]
+        taken = [n.all_input_nodes[LEFT_OPERAND[op_name(n)] :][:1] for n in products]
+        for scores in (n for n in region if op_name(n) in SCORES and len(n.all_input_nodes) > 1):
+            query, key = scores.all_input_nodes[:2]
+            taken.append([query, key if scores is root else [*key.all_input_nodes, key][0]])
+        for operands in taken:
             for template in self.templates:
-                if "matmul" in template.term.names and "exp" not in template.term.names:
-                    yield Reading(template, (left,), window)
+                if "matmul" in template.term.names and ("exp" in template.term.names) == (len(operands) > 1):
+                    yield Reading(template, tuple(operands), window)
 
     def _try(self, root: Node, reading: Reading, canon: Canon) -> Site | Mismatch | None:
         """The site by a reading, or where it fails; None where the two have little in common."""

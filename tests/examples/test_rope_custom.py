@@ -61,7 +61,11 @@ def test_a_model_gets_it_and_computes_the_same() -> None:
     said = run(str(EXAMPLES / "rope_in_llama.py"), str(EXAMPLES / "rope_custom"))
     assert "'rope_custom': 8" in said  # queries and keys of four layers
     found = next(line for line in said.splitlines() if line.startswith("found:"))
-    assert f"{found}\n" in (EXAMPLES.parent / "docs/authoring/index.md").read_text()
+    page = (EXAMPLES.parent / "docs/authoring/index.md").read_text()
+    # In which order they are found depends on what was measured.
+    assert sorted(found.replace(",", " ").split()) in [
+        sorted(x.replace(",", " ").split()) for x in page.splitlines()
+    ]
     difference = re.search(r"largest difference to before: (\S+)", said)
     assert difference is not None
     assert float(difference[1]) < 1e-4

@@ -12,7 +12,6 @@ import torch.nn.functional as F
 
 import opsmith
 from opsmith import ops
-from opsmith.kernels.compiler import find_compiler
 
 FOLDER = Path(__file__).parents[2] / "docs" / "operators"
 EXAMPLES = {
@@ -20,8 +19,6 @@ EXAMPLES = {
     for page in sorted(FOLDER.glob("*.md"))
     if (examples := re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL))
 }
-
-pytestmark = pytest.mark.skipif(not find_compiler(), reason="there is no compiler")
 
 
 def normed() -> dict[str, Any]:

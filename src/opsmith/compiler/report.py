@@ -186,7 +186,8 @@ class Report:
         ):
             of = ((s.operator, f"{s.name} {s.where}: {s.why}") for s in sites if s.status == status)
             lines += _few(f"{what}: ", of)
-        lines += _few("rolled back: ", ((1, line) for line in self.rolled_back if line.startswith("mla ")))
+        latent = ((1, f"mla {m.name}: {m.why}") for m in self.latent if m.status == "rolled back")
+        lines += _few("rolled back: ", latent)
         lines += _few("left as it was: ", ((g.left, f"{g.what}: {g.left}") for g in self.graphs if g.left))
         lines += _few("", ((line, line) for line in self.slower))
         seen = {str(m): (m.operator, m.where) for g in self.graphs for m in g.misses}

@@ -262,9 +262,8 @@ def _library(name: str, tier: str | None) -> Library:
         raise ValueError(f"opsmith: no kernel of {name!r} is declared; import opsmith.ops first")
     folders = [*HEADERS, SOURCES]
     own = sorted(_folders(SOURCES)[name].glob("*.cpp"))
-    own += (
-        compiler.generated(f"binding_{kernel}.cpp", text) for kernel, text in _bindings.get(name, {}).items()
-    )
+    bindings = _bindings.get(name, {}).items()
+    own += (compiler.generated(f"binding_{kernel}.cpp", text) for kernel, text in bindings)
     return Library(name, _sources(own, folders), include_dirs=folders, tier=tier)
 
 

@@ -24,11 +24,9 @@ SIGNATURE = Signature(
         Input("x", "... N"),
         Input("residual", "... N", optional=True),
         Input("weight", "N", Dtype.FIRST_OR_FLOAT32, optional=True),
-        *(
-            Number("eps", float, within=EPS),
-            Number("weight_offset", float),
-            Number("round_before_weight", bool),
-        ),
+        Number("eps", float, within=EPS),
+        Number("weight_offset", float),
+        Number("round_before_weight", bool),
     ),
     (
         Output("y", "... N", onto=("x", "residual")),

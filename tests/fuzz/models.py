@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import strategies as st
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from opsmith.call.dispatch import always_native
 from tests.compiler.models import WHOLE_MODEL, optimized
@@ -312,8 +313,9 @@ def _held(model: Any, eager: Any, exact: Any, call: Any, train: bool, what: str)
 
     def all_three(batch: int, length: int, seed: int, odd: float | None) -> Any:
         x, ids = inputs(batch, length, seed, odd)
-        runs = ((model, x), (eager, x), (exact, x.double()))
-        return [results(one, given, ids, train) for one, given in runs]
+        with sdpa_kernel(SDPBackend.MATH):  # others give numbers where all scores of a query are NaN
+            right = results(exact, x.double(), ids, train)
+        return [*(results(one, x, ids, train) for one in (model, eager)), right]
 
     got, near, right = all_three(*call)
     try:

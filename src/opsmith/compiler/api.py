@@ -20,7 +20,7 @@ from opsmith import measure
 from opsmith.compiler.choose.ranks import Ranks
 from opsmith.compiler.config import DTYPES, Config
 from opsmith.compiler.copying import OURS, Copier
-from opsmith.compiler.entry import entry
+from opsmith.compiler.entry import Entry
 from opsmith.compiler.modules.calibrate import calls_of
 from opsmith.compiler.modules.embeddings import embed
 from opsmith.compiler.modules.linear_layers import tensors
@@ -137,7 +137,7 @@ def optimize(
         session.packing.adopt(model)
         taken = session.latent.find(model)
         session.mixtures.take(model, settings.verify)
-        model._compiled_call_impl = entry(model, session)
+        model._compiled_call_impl = Entry(model, session).call
         model.__dict__["__deepcopy__"] = Copier(model, _like)
         if settings.quantize is not None:
             session.packing.pack(model, settings, taken, session.calibration)

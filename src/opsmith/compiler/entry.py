@@ -9,7 +9,7 @@ import threading
 import time
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from types import FunctionType
@@ -30,34 +30,34 @@ from opsmith.compiler.progress import show
 from opsmith.compiler.session import Part, Session
 from opsmith.decoding import NoState
 
+Kind = tuple[Any, ...]  # of a call
 
-def entry(model: nn.Module, session: Session) -> Callable[..., Any]:
-    """The model's call through Dynamo: sizes dynamic from the start, except what belongs to the model.
+
+class Entry:
+    """How calls reach one model's graphs: sizes are dynamic from the start, except what belongs to the model.
 
     An epsilon or a dropout rate is part of the model: as an input it would hide the arithmetic. So are, until they
     vary, the length of a feature vector (the last dimension of a floating-point input) and the sizes of an image;
     formulas of windows of any height take Dynamo half a minute.
     """
 
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        # A frame of our own, not done with the call: Dynamo begins and goes on at none of PyTorch's, as a model may be.
-        result = model._call_impl(*args, **kwargs)
-        return result
+    def __init__(self, model: nn.Module, session: Session):
+        self.model, self.session = model, session
+        # Dynamo builds its guards twice where somebody chooses among them.
+        self.whole = any(isinstance(m, _LAYERS) for m in model.modules())
+        packed = session.config.quantize or session.packing.adopted
+        chosen = keep_input_guards if session.config.frozen else needed if packed or self.whole else None
+        self.options: Any = chosen and {"guard_filter_fn": chosen}
+        self.compiled: Any = None
+        self.general = True  # until a graph of this model turns out not to be
+        self.seen: dict[Kind, Callable[..., Any]] = {}  # by call and all its sizes, what answers it
+        self.own: set[Kind] = set()  # calls, at any size, that the model's own code answers
+        self.captures: defaultdict[Kind, set[Kind]] = defaultdict(set)  # by the same, at which sizes
+        self.first: dict[Kind, int] = {}  # by call, argument and axis, the first size seen
 
-    # Dynamo builds its guards twice where somebody chooses among them.
-    whole = any(isinstance(m, _LAYERS) for m in model.modules())
-    packed = session.config.quantize or session.packing.adopted
-    chosen = keep_input_guards if session.config.frozen else needed if packed or whole else None
-    options: Any = chosen and {"guard_filter_fn": chosen}
-    begin = partial(torch.compile, backend=_backend(session), dynamic=True, options=options, **_UNLIMITED)
-    compiled: Any = None
-    seen: dict[tuple[Any, ...], Callable[..., Any]] = {}
-    own: set[tuple[Any, ...]] = set()  # calls, at any size, that the model's own code answers
-    captures: defaultdict[tuple[Any, ...], set[Any]] = defaultdict(set)  # by the same, at which sizes
-    first: dict[tuple[Any, ...], int] = {}  # by call, argument and axis, the first size seen
-    general = True  # until a graph of this model turns out not to be
-
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's call."""
+        model, session = self.model, self.session
         session.packing.follow()
         if model.training and torch.is_grad_enabled():
             session.packing.train()
@@ -69,94 +69,122 @@ def entry(model: nn.Module, session: Session) -> Callable[..., Any]:
         if session.latent.waiting:
             session.latent.study(model, partial(rehearse, model, args, kwargs))
         served = session.latent if session.latent.sites else session.paged
-        return served.call(model, args, kwargs, captured)
+        return served.call(model, args, kwargs, self.captured)
 
-    def captured(*args: Any, **kwargs: Any) -> Any:
-        nonlocal general, compiled
+    def captured(self, *args: Any, **kwargs: Any) -> Any:
+        """The call by a graph, which is captured where there is none for it yet."""
         values = (*args, *kwargs.values())
         tensors = [v for v in values if isinstance(v, Tensor)]
-        one = next(model.parameters(), None)  # all of them are cast, moved and frozen together, as a rule
-        what = (
-            torch.is_grad_enabled(),
-            torch.is_inference_mode_enabled(),
-            torch.is_autocast_enabled("cpu"),
-            model.training,
-            session.latent.switch.on,
-            None if one is None else (one.dtype, one.device, one.requires_grad),
-            *kwargs,
-            *[v if v is None or isinstance(v, bool | str) else type(v) for v in values],
-            *[(t.dtype, t.requires_grad) for t in tensors],
-        )
+        what = self._what(values, kwargs, tensors)
         key = (*what, *[t.shape for t in tensors])
         plain = all(v is None or isinstance(v, _PLAIN) for v in values)
-        session.capturing.parts.clear()
-        if plain and (run := seen.get(key)) is not None:
+        capturing = self.session.capturing
+        capturing.parts.clear()
+        if plain and (run := self.seen.get(key)) is not None:
             try:
                 return run(*args, **kwargs)
             except torch._dynamo.exc.BackendCompilerFailed as failed:
                 if not isinstance(failed.inner_exception, _Forgotten):
                     raise
-                seen.clear()
+                self.seen.clear()
         kind = (*what, *[tuple([n == 1 for n in t.shape]) for t in tensors])
-        if kind in own:
-            return model._call_impl(*args, **kwargs)
+        if kind in self.own:
+            return self.model._call_impl(*args, **kwargs)
         # What stands in a cache, say, is not in the key, and may be what Dynamo captures a graph anew for.
-        # Sizes not seen before may be captured anew, and only capturing asks for these settings.
-        for i, t in enumerate(tensors):
-            if t.is_floating_point() and t.dim() > 1:
-                for axis in range(1 if t.dim() > 3 else t.dim() - 1, t.dim()):
-                    if first.setdefault((what, i, t.dim(), axis), t.shape[axis]) == t.shape[axis]:
-                        torch._dynamo.mark_static(t, axis)
-        # Dynamo takes a size of one for a constant, so a graph captured with one is not for others.
-        sizes, paged = [n for t in tensors for n in t.shape], any(isinstance(v, NoState) for v in values)
-        many = any(n > 1 for n in sizes) if paged else all(n > 1 for n in sizes)
-        for t in tensors if paged else ():
-            if t.dim() and t.shape[0] == 1:  # positions of all sequences, say: to be broadcast
-                torch._dynamo.mark_static(t, 0)
-        session.capturing.general, session.capturing.paged = general and plain and many, paged
-        session.capturing.ready = True
-        before, started = len(session.parts), time.monotonic()
-        # Dynamo gives up the frame of a call that fails, unless it is `sure` that there is no break to begin again at.
-        sure = general and before > 0
-        compiled = compiled if before else begin(_apart(forward))
+        paged = any(isinstance(v, NoState) for v in values)
+        many = self._mark(what, tensors, paged)
+        capturing.general, capturing.paged = self.general and plain and many, paged
+        before, started = len(self.session.parts), time.monotonic()
         left: list[Exception] = []
-        try:
-            with _capturing(session.capturing.general, sure, left, whole):
-                result = compiled(*args, **kwargs)
-        except torch._dynamo.exc.TorchDynamoException:
-            if not (session.capturing.general or sure):  # what ran before would run twice
-                raise
-            if sure and not model.training:  # a call without an answer ends here
-                rehearse(model, args, kwargs)
-            general = session.capturing.general = False
-            with _capturing(False, False, left, whole):
-                result = compiled(*args, **kwargs)
-        finally:
-            session.capturing.general = session.capturing.ready = False
-        # Behind a break no graph is general, and the next time the one before the break may be there already.
-        general = general and len(session.parts) <= before + 1
-        for error in left:
-            session.leave(error)
-        if len(session.parts) > before:
-            captures[kind].add(key)
-            if len(captures[kind]) == _OFTEN and kind not in own:
-                session.decline(f"captured at {_OFTEN} sizes: the model's own code runs at new ones")
-                own.add(kind)
-            session.code = Code(model)  # with what is new in it
+        result = self._run(args, kwargs, left)
+        if len(self.session.parts) > before:
+            self.captures[kind].add(key)
+            if len(self.captures[kind]) == _OFTEN and kind not in self.own:
+                self.session.decline(f"captured at {_OFTEN} sizes: the model's own code runs at new ones")
+                self.own.add(kind)
+            self.session.code = Code(self.model)  # with what is new in it
             show()
             shapes = ", ".join(str(tuple(t.shape)) for t in tensors)
-            took = type(model).__name__, shapes, time.monotonic() - started
+            took = type(self.model).__name__, shapes, time.monotonic() - started
             _LOG.info("captured and studied a call of %s on %s in %.1f s", *took)
         # Where Dynamo reads it, code may go another way, and a slower one: not for graphs that run as they were. To
         # capture other sizes would end alike, and some are captured each by itself.
-        parts = [part for held in session.capturing.parts if (part := held()) is not None]
+        parts = [part for held in capturing.parts if (part := held()) is not None]
         if (parts or left) and all(part.left for part in parts):
-            own.add(kind)
+            self.own.add(kind)
         elif plain:
-            seen[key] = model._call_impl if left else compiled
+            self.seen[key] = self.model._call_impl if left else self.compiled
         return result
 
-    return call
+    def _what(self, values: Sequence[Any], names: Iterable[str], tensors: Sequence[Tensor]) -> Kind:
+        """All that Dynamo captures anew for, but sizes."""
+        one = next(
+            self.model.parameters(), None
+        )  # all of them are cast, moved and frozen together, as a rule
+        return (
+            torch.is_grad_enabled(),
+            torch.is_inference_mode_enabled(),
+            torch.is_autocast_enabled("cpu"),
+            self.model.training,
+            self.session.latent.switch.on,
+            None if one is None else (one.dtype, one.device, one.requires_grad),
+            *names,
+            *[v if v is None or isinstance(v, bool | str) else type(v) for v in values],
+            *[(t.dtype, t.requires_grad) for t in tensors],
+        )
+
+    def _mark(self, what: Kind, tensors: Sequence[Tensor], paged: bool) -> bool:
+        """Have sizes that belong to the model captured as numbers; whether the graph may then serve sizes of one too,
+        which Dynamo takes for a constant where it captures them.
+        """
+        for i, t in enumerate(tensors):
+            if t.is_floating_point() and t.dim() > 1:
+                for axis in range(1 if t.dim() > 3 else t.dim() - 1, t.dim()):
+                    if self.first.setdefault((what, i, t.dim(), axis), t.shape[axis]) == t.shape[axis]:
+                        torch._dynamo.mark_static(t, axis)
+        for t in tensors if paged else ():
+            if t.dim() and t.shape[0] == 1:  # positions of all sequences, say: to be broadcast
+                torch._dynamo.mark_static(t, 0)
+        sizes = [n for t in tensors for n in t.shape]
+        return any(n > 1 for n in sizes) if paged else all(n > 1 for n in sizes)
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], left: list[Exception]) -> Any:
+        """The call through Dynamo, which captures what is new in it; what it could not read is `left`."""
+        capturing, before = self.session.capturing, len(self.session.parts)
+        # Dynamo gives up the frame of a call that fails, unless it is `sure` that there is no break to begin again at.
+        sure = self.general and before > 0
+        self.compiled = self.compiled if before else self._begin()
+        capturing.ready = True
+        try:
+            with _capturing(capturing.general, sure, left, self.whole):
+                result = self.compiled(*args, **kwargs)
+        except torch._dynamo.exc.TorchDynamoException:
+            if not (capturing.general or sure):  # what ran before would run twice
+                raise
+            if sure and not self.model.training:  # a call without an answer ends here
+                rehearse(self.model, args, kwargs)
+            self.general = capturing.general = False
+            with _capturing(False, False, left, self.whole):
+                result = self.compiled(*args, **kwargs)
+        finally:
+            capturing.general = capturing.ready = False
+        # Behind a break no graph is general, and the next time the one before the break may be there already.
+        self.general = self.general and len(self.session.parts) <= before + 1
+        for error in left:
+            self.session.leave(error)
+        return result
+
+    def _begin(self) -> Callable[..., Any]:
+        model = self.model
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            # A frame of our own, not done with the call: Dynamo begins and goes on at none of PyTorch's, as a model
+            # may be.
+            result = model._call_impl(*args, **kwargs)
+            return result
+
+        backend, options = _backend(self.session), self.options
+        return torch.compile(_apart(forward), backend=backend, dynamic=True, options=options, **_UNLIMITED)
 
 
 def _backend(session: Session) -> Callable[..., Any]:

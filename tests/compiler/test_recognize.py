@@ -94,3 +94,13 @@ def test_attention_of_normed_queries_and_keys_without_rotation(written: bool) ->
         lambda x, w: _unrotated(x, w, written), [torch.randn(2, 9, 192), torch.randn(16)], True
     )
     assert [s.card.name for s in found.sites] == ["rms_norm", "rms_norm", "attention"]
+
+
+def test_zero_times_a_number_is_no_zero() -> None:
+    """It is NaN where the number is infinite, and a model's sum says so."""
+
+    def model(x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.gelu(x + bias, approximate="tanh") + x * 0.0
+
+    (site,) = _recognize(model, [torch.randn(2, 5, 32), torch.rand(32)], False).sites
+    assert site.root.target is torch.ops.aten.gelu.default

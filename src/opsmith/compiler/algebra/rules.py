@@ -95,7 +95,8 @@ _POINTWISE: dict[str, Pointwise] = {  # names, and their rule
     "add": lambda s, x, y, alpha: x + y * alpha,
     "sub": lambda s, x, y, alpha: x - y * alpha,
     "rsub": lambda s, x, y, alpha: y - x * alpha,
-    "mul": lambda s, x, y: x * y,
+    # Zero times infinity is no zero.
+    "mul": lambda s, x, y: p if (p := x * y).terms or not x.terms else s.fn("mul", x, s.of(y)),
     "addcmul": lambda s, x, a, b, value: x + a * b * value,
     "ones_like": lambda s, x, *_: s.const(1),
     "neg": lambda s, x: -x,

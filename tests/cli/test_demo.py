@@ -192,8 +192,8 @@ def test_the_plan_condensed() -> None:
     near = "fastest at the nearest shape measured"
     plan = Plan(
         [
-            shape("s1=2, s7=9", ("linear", "native", near), ("linear", "eager", "2x as fast as native")),
-            shape("s3=9, s3=9", ("linear", "native", "3x as fast as eager"), ("linear", "native", near)),
+            shape("2×9", ("linear", "native", near), ("linear", "eager", "2x as fast as native")),
+            shape("9", ("linear", "native", "3x as fast as eager"), ("linear", "native", near)),
             shape("", ("gelu", "native", "the only one able")),
         ]
     )

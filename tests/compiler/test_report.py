@@ -29,7 +29,7 @@ def _large() -> Report:
     graphs = [GraphReport(sites, misses, 900), *(GraphReport(left=f"reason {i}") for i in range(50))]
     layers = [QuantizedLayer(f"layer.{i}", "int8", "left", why=f"reason {i % 40}") for i in range(300)]
     packed = [QuantizedLayer(f"packed.{i}", "int8", "packed", 0.01) for i in range(300)]
-    slower = [f"eager runs at s0={i}: as it was timed" for i in range(50)]
+    slower = [f"eager runs at {i}×9: as it was timed" for i in range(50)]
     return Report(graphs, [*layers, *packed], slower=slower, advice=["one thing", "another"])
 
 

@@ -71,7 +71,7 @@ def chosen(plan: Plan) -> list[Chosen]:
     for shape in plan.shapes:
         for step in shape.steps:
             key = (step.operator, step.implementation)
-            counts.setdefault(key, Counter())[_sizes(shape.sizes)] += 1
+            counts.setdefault(key, Counter())[shape.sizes or "fixed"] += 1
             reasons.setdefault(key, Counter())[step.reason] += 1
     rows = []
     for (operator, implementation), at in sorted(counts.items(), key=lambda item: item[0][0]):
@@ -82,12 +82,6 @@ def chosen(plan: Plan) -> list[Chosen]:
             Chosen(operator, implementation, sites, tuple(at), measured[0] if measured else next(iter(why)))
         )
     return rows
-
-
-def _sizes(text: str) -> str:
-    """Sizes without the names that the tracer gave them: "s52=12, s27=22" is 12×22."""
-    distinct = dict(part.split("=", 1) for part in text.split(", ") if "=" in part)
-    return "×".join(distinct.values()) or "fixed"
 
 
 @dataclass(frozen=True)
@@ -199,7 +193,7 @@ def print_sites(console: Console, session: Session) -> None:
         fused = ", ".join(f"{n} with {what}" for what, n in one["with"].items())
         lines.append(f"{one['sites']} {operator}" + (f" ({fused})" if fused else ""))
     console.print("found: " + (", ".join(lines) or "no operator of ours"), markup=False)
-    every = {_sizes(shape.sizes) for shape in session.plan.shapes}
+    every = {shape.sizes or "fixed" for shape in session.plan.shapes}
     table = Table("operator", "runs on", "sites", "at sizes", "why", box=None, pad_edge=False)
     for row in chosen(session.plan):
         few, many = row.sites

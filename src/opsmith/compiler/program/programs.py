@@ -27,6 +27,7 @@ class Programs:
     def __init__(self, placeholders: Sequence[Node]) -> None:
         self._at = [i for i, n in enumerate(placeholders) if not isinstance(n.meta.get("val"), Tensor)]
         self._numbers = [placeholders[i] for i in self._at]
+        self._tensors = [val for n in placeholders if isinstance(val := n.meta.get("val"), Tensor)]
         self.plans: dict[Key, ShapePlan] = {}
         self.worths: dict[Key, Worth] = {}  # of those that were measured
         self.by_key: dict[Key, Program | None] = {}
@@ -97,11 +98,15 @@ class Programs:
         self.buffers.clear()
 
     def named(self, sizes: Key) -> str:
-        """Sizes as people read them, each once: `s0=4, s1=512 to 1023`; numbers of the model are none."""
-        texts = [f"{s.start} to {s.stop - 1}" if type(s) is range else str(s) for s in sizes]
-        values = [n.meta.get("val") for n in self._numbers]
-        shown = (f"{v}={t}" for v, t in zip(values, texts, strict=True) if t != "0" and free_symbols(v))
-        return ", ".join(dict.fromkeys(shown))
+        """Sizes as people read them, of those inputs that have them: `4×512`, or `4×512 to 1023`."""
+        known: dict[str, str] = {}
+        for number, size in zip(self._numbers, sizes, strict=True):
+            text = f"{size.start} to {size.stop - 1}" if type(size) is range else str(size)
+            known[str(number.meta.get("val"))] = text
+        varying = (t.shape for t in self._tensors if any(free_symbols(n) for n in t.shape))
+        return ", ".join(
+            dict.fromkeys("×".join(known.get(str(n), str(n)) for n in shape) for shape in varying)
+        )
 
     def worth(self, key: Key) -> Worth | None:
         """What was found at the nearest sizes measured: only an example is worth the time of measuring."""

@@ -271,6 +271,25 @@ def test_a_gradient_may_have_a_dtype_of_its_own(tmp_path: Path) -> None:
 
 
 @runs
+def test_a_result_may_have_no_part_of_what_autograd_differentiates(tmp_path: Path) -> None:
+    """The gradient of cosines, broadcast in the middle, is that of the reference, whose `z` has no cosine in it."""
+    p = copy.deepcopy(next(p for p in PROTOTYPES.values() if p["op"] == "RopeCustom"))
+    p |= {"op": "TurnAndDouble", "formula": {"y": "x * cos + rotate_half(x) * sin", "z": "x * 2"}}
+    p["output_desc"].append({**p["output_desc"][0], "name": "z"})
+    file = tmp_path / "p.json"
+    file.write_text(json.dumps(p))
+    folder, _, _ = create(file, tmp_path / "double", backends=(here,))
+    card: Operator = project.load(folder).CARD
+    inputs = [torch.randn(*size).requires_grad_() for size in ((1, 2, 3, 8), (3, 8), (3, 8))]
+    results = [
+        torch.autograd.grad([t.square().sum() for t in function(*inputs)], inputs)
+        for function in (card.function, card.reference)
+    ]
+    for got, right in zip(*results, strict=True):
+        torch.testing.assert_close(got, right)
+
+
+@runs
 def test_without_a_formula_the_kernels_are_the_authors_to_write(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

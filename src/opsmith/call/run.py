@@ -495,13 +495,14 @@ def _through_definition(
 ) -> dict[str, Tensor]:
     """Gradients by autograd of the definition in plain PyTorch."""
     with torch.enable_grad():
-        values = {name: known[name] for name in call.given}
-        leaves = {
-            name: t.detach().requires_grad_(name in names)
-            for name, t in values.items()
-            if isinstance(t, Tensor)
+        values = {
+            name: t.detach().requires_grad_(name in names) if isinstance(t := known[name], Tensor) else t
+            for name in call.given
         }
-        results = call.plain([leaves.get(name, v) for name, v in values.items()])
+        results = call.plain([*values.values()])
         results = results if isinstance(results, tuple) else (results,)
-        found = torch.autograd.grad(results, [leaves[n] for n in names], slopes, allow_unused=True)
+        # Of several results, one may depend on none of these inputs: autograd refuses it.
+        pairs = [(r, slope) for r, slope in zip(results, slopes, strict=True) if r.requires_grad]
+        results, slopes = [r for r, _ in pairs], [slope for _, slope in pairs]
+        found = torch.autograd.grad(results, [values[n] for n in names], slopes, allow_unused=True)
     return {name: g for name, g in zip(names, found, strict=True) if g is not None}

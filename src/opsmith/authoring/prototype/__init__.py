@@ -132,9 +132,7 @@ class Attribute(BaseModel):
             return None
         if isinstance(value, str) and len(value) <= 64:  # msopgen's files write numbers both ways
             value = _number(value)
-        fits = isinstance(value, bool) if self.type == "bool" else isinstance(value, int | float)
-        if self.type != "bool" and isinstance(value, bool):
-            fits = False
+        fits = isinstance(value, bool) == (self.type == "bool") and isinstance(value, int | float)
         if not fits or abs(value) > 3e38 or (self.type == "int" and value != int(value)):
             raise ValueError(f"found {self.default_value!r}; allowed: a value of type {self.type}")
         return float(value) if self.type == "float" else int(value) if self.type == "int" else value

@@ -73,7 +73,12 @@ class Project:
                     f"{p.op}: input {t.name} is {t.param_type}; kernels need every input: make it required, "
                     "or write two operators"
                 )
-        used = {a for a in self.attributes if any(a in language.names_in(text) for text in given.values())}
+        used = {a.name for a in p.attr if any(a.name in language.names_in(text) for text in given.values())}
+        for a in p.attr:
+            if a.name in used - self.attributes.keys():
+                raise PrototypeError(
+                    f"{p.op}: attribute {a.name} is a {a.type}; formulas read float, int, bool"
+                )
         return language.parse(
             given,
             self.shapes,
@@ -291,7 +296,8 @@ class Project:
             same = [n for n in self.formula.inputs if all(c[n] == c[o] for c in self.columns)]
             if not same:
                 raise PrototypeError(
-                    f"{self.prototype.op}: output {o} has the type of no input in all combinations; give it one"
+                    f"{self.prototype.op}: output {o} has the type of no input in all combinations; "
+                    f"give it those of {' or '.join(self.formula.inputs)}"
                 )
             result[o] = same[0]
         return result

@@ -7,7 +7,7 @@ underscores; nothing in it is ever evaluated, and what is wrong with it is one m
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,6 +22,10 @@ _LARGEST = 1 << 20  # bytes
 _MOST = 64  # inputs, outputs, attributes, columns
 _IDENTIFIER = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}")
 _CAMEL = re.compile(r"[A-Z][A-Za-z0-9]{0,63}")
+
+# What may stand in a field, where pydantic says it in the words of Python.
+_ALLOWED = {"string_type": "a string", "list_type": "a list", "too_short": "one entry at least"}
+_ALLOWED |= {"model_type": "an object", "dict_type": "a string or an object", "int_type": "a symbol or size"}
 
 _Strict = ConfigDict(extra="forbid", frozen=True)
 Strings = list[str]
@@ -232,23 +236,21 @@ def parse(text: str, where: str = "prototype", op: str | None = None) -> Prototy
     if len(text) > _LARGEST:
         raise PrototypeError(f"{where}: {len(text)} characters; a prototype has at most {_LARGEST}")
     data, lines = jsonc.parse(text, where)
-    at: jsonc.Path = ()
-    if isinstance(data, list):
-        names = [d.get("op") if isinstance(d, dict) else None for d in data]
-        if len(data) != 1 and op is None:
-            shown = ", ".join(str(n)[:64] for n in names[:20])
-            raise PrototypeError(
-                f"{where}: holds {len(data)} operators; choose one with --op: {shown or 'none'}"
-            )
-        index = 0 if op is None else names.index(op) if op in names else -1
-        if index < 0 or names.count(op) > 1:
-            count = "no" if index < 0 else "more than one"
-            raise PrototypeError(
-                f"{where}: {count} operator named {str(op)[:64]!r}; there are: {', '.join(map(str, names[:20]))}"
-            )
-        data, at = data[index], (index,)
-    elif op is not None and isinstance(data, dict) and data.get("op") != op:
-        raise PrototypeError(f"{where}: no operator named {op[:64]!r}; there is: {str(data.get('op'))[:64]}")
+    entries = data if isinstance(data, list) else [data]
+    names = [d.get("op") if isinstance(d, dict) else None for d in entries]
+    if len(entries) != 1 and op is None:
+        shown = ", ".join(str(n)[:64] for n in names[:20])
+        raise PrototypeError(
+            f"{where}: holds {len(entries)} operators; choose one with --op: {shown or 'none'}"
+        )
+    index = 0 if op is None else names.index(op) if op in names else -1
+    if index < 0 or names.count(op) > 1:
+        count = "no" if index < 0 else "more than one"
+        raise PrototypeError(
+            f"{where}: {count} operator named {str(op)[:64]!r}; there are: {', '.join(map(str, names[:20]))}"
+        )
+    at: jsonc.Path = (index,) if isinstance(data, list) else ()
+    data = entries[index]
     try:
         prototype = Prototype.model_validate(data)
     except ValidationError as error:
@@ -260,22 +262,14 @@ def parse(text: str, where: str = "prototype", op: str | None = None) -> Prototy
 
 def _whole(p: Prototype) -> Iterator[tuple[jsonc.Path, str]]:
     """What is wrong between the parts."""
-    groups: tuple[tuple[str, Sequence[Description | Attribute]], ...] = (
-        ("input_desc", p.input_desc), ("output_desc", p.output_desc), ("attr", p.attr),
-    )  # fmt: skip
     seen: dict[str, str] = {p.name: "the operator"}
-    for key, items in groups:
-        for i, item in enumerate(items):
+    for key in ("input_desc", "output_desc", "attr"):
+        for i, item in enumerate(getattr(p, key)):
+            at: jsonc.Path = (key, i, "name")
             if item.name in seen:
-                yield (
-                    (key, i, "name"),
-                    f"{item.name!r} is taken by {seen[item.name]}; allowed: a name of its own",
-                )
+                yield at, f"{item.name!r} is taken by {seen[item.name]}; allowed: a name of its own"
             if f"d{item.name}" in seen or (item.name[0] == "d" and item.name[1:] in seen):
-                yield (
-                    (key, i, "name"),
-                    f"{item.name!r} would be mistaken for a gradient; allowed: another name",
-                )
+                yield at, f"{item.name!r} would be mistaken for a gradient; allowed: another name"
             seen[item.name] = f"{key}[{i}]"
     longest = max(len(t.type) for t in p.tensors)
     for key, tensors in (("input_desc", p.input_desc), ("output_desc", p.output_desc)):
@@ -292,13 +286,13 @@ def _whole(p: Prototype) -> Iterator[tuple[jsonc.Path, str]]:
             a.default()
         except ValueError as wrong:
             yield ("attr", i, "default_value"), str(wrong)
-    given = [t.shape is not None for t in p.input_desc]
-    if any(given) and not all(given):
-        i = given.index(False)
-        yield (
-            ("input_desc", i),
-            f"shape of {p.input_desc[i].name} is missing; allowed: a shape for every input, or for none",
-        )
+    for i, t in enumerate(p.input_desc):
+        if not t.shape and any(one.shape is not None for one in p.input_desc):
+            found = "missing" if t.shape is None else "without an axis"
+            yield (
+                ("input_desc", i),
+                f"shape of {t.name} is {found}; allowed: a shape for every input, such as [1], or for none",
+            )
 
 
 def _explain(error: ValidationError, where: str, lines: dict[jsonc.Path, int], at: jsonc.Path) -> str:
@@ -314,15 +308,12 @@ def _explain(error: ValidationError, where: str, lines: dict[jsonc.Path, int], a
     if first["type"] == "missing":
         message = "is required, and missing"
     elif first["type"] == "extra_forbidden":
-        models: dict[str, type[BaseModel]] = {
-            "input_desc": Description,
-            "output_desc": Description,
-            "attr": Attribute,
-        }
-        model = models.get(str(path[0]), Prototype) if len(path) > 1 else Prototype
+        parts: dict[Any, type[BaseModel]] = {"attr": Attribute, "tolerance": ToleranceModel}
+        model = parts.get(path[0], Description) if len(path) > 1 else Prototype
         message = f"is no field of a prototype; allowed: {', '.join(model.model_fields)}"
-    elif not isinstance(first["input"], dict | list):
-        message = f"found {repr(first['input'])[:80]}; {message}"
+    else:
+        known = _ALLOWED.get(first["type"])
+        message = f"found {repr(first['input'])[:80]}; {f'allowed: {known}' if known else message}"
     if len(message) > 500:  # it repeats what was found, however long that is
         message = f"{message[:250]} ... {message[-250:]}"
     return f"{where}: line {_line(lines, (*at, *path))}: {jsonc.shown(path) or 'the top level'}: {message}"

@@ -235,6 +235,8 @@ def test_names_that_are_taken_or_none(tmp_path: Path) -> None:
         Signature.of("f", {"x": "... N", "w": "N 4"}, {"y": "... M"}, {}, ["float32"], [])
     with pytest.raises(ValueError, match="gradients names 'z', which is no input: x"):
         Signature.of("f", {"x": "N"}, {"y": "N"}, {}, ["float32"], ["z"])
+    with pytest.raises(ValueError, match="f: mode must be a float, int, bool or None, got 'tanh'"):
+        Signature.of("f", {"x": "N"}, {"y": "N"}, {"mode": "tanh"}, ["float32"], [])  # type: ignore[dict-item]
     with pytest.raises(ValueError, match=r"has no operator.py; `opsmith new` writes one"):
         project.load(tmp_path)
 

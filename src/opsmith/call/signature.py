@@ -221,6 +221,9 @@ class Signature:
                     raise ValueError(
                         f"{name}: {key}: no input has size {size!r}: expected a number or {there}"
                     )
+        for key, value in attributes.items():
+            if not isinstance(value, Scalar):
+                raise ValueError(f"{name}: {key} must be a float, int, bool or None, got {value!r}")
         numbers = [Number(key, float if value is None else type(value)) for key, value in attributes.items()]
         slopes, saved = [Slope(key) for key in outputs], [Saved(key) for key in (*inputs, *attributes)]
         backward = Gradient("backward", (*slopes, *saved), tuple(map(Made, gradients)))

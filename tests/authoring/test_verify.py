@@ -156,6 +156,10 @@ def test_a_kernel_that_does_not_compile_is_a_failure(
     assert re.search(
         "turn_uncompiled native, compiles: .*cpp:[0-9]+: 'nought' was not", capsys.readouterr().err
     )
+    assert main(["ops", str(folder)]) == 0
+    out = capsys.readouterr().out
+    assert "no: opsmith: kernels do" in out
+    assert "= nought;" not in out  # the source is for `opsmith build` to show
 
 
 @pytest.mark.skipif(not find_compiler(), reason="there is no C++ compiler")

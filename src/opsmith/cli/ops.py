@@ -32,7 +32,8 @@ def run(names: Names = None, json: Json = None) -> None:
     for row in rows:
         first = row["operator"] != previous
         previous = row["operator"]
-        here = ", ".join(row["dtypes"]) if row["available"] else Text(f"no: {row['reason']}", "yellow")
+        why = str(row["reason"]).partition("\n")[0]  # a compiler's goes on with the source
+        here = ", ".join(row["dtypes"]) if row["available"] else Text(f"no: {why}", "yellow")
         head = (row["operator"], row["kind"]) if first else ("", "")
         table.add_row(*head, row["implementation"], row["device"], here)
     output.console.print(table)

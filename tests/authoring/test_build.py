@@ -125,6 +125,14 @@ void forward(opsmith::View x, opsmith::View y) { twice<<<1, 32>>>(x.as<float>(),
     assert f'{kernel}:4: identifier "z" is undefined' in capsys.readouterr().err
 
 
+def test_a_project_without_any_kernel_is_not_built(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = normed_turn.write(tmp_path, "turn_of_nothing", backends=())
+    assert main(["build", str(folder)]) == 1
+    assert "turn_of_nothing has no kernels for 'cpu'; it has kernels for: none" in capsys.readouterr().err
+
+
 def test_without_nvcc_the_next_step_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

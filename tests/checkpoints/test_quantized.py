@@ -55,6 +55,22 @@ def gptq_of_rows(n: int, k: int) -> tuple[Tensors, torch.Tensor]:
     return parts | {"g_idx": torch.zeros(k).int()}, (q - zero[:1].t()) * scale[:1].t().float()
 
 
+def bytes_of_gptq(n: int, k: int) -> tuple[Tensors, torch.Tensor]:
+    """As Qwen's folders of 8 bits have them."""
+    q, scale = torch.randint(0, 256, (n, k)).byte(), (torch.rand(k // GROUP, n) / 512 + 1e-4).half()
+    parts = {"qweight": q.view(torch.int32).t(), "scales": scale}
+    parts["qzeros"] = torch.full((k // GROUP, n), 127).byte().view(torch.int32)
+    parts["g_idx"] = torch.arange(k, dtype=torch.int32) // GROUP
+    return parts, (q.float() - 128) * scale.float().t().repeat_interleave(GROUP, 1)
+
+
+def bytes_of_gptq_rows(n: int, k: int) -> tuple[Tensors, torch.Tensor]:
+    parts, _ = bytes_of_gptq(n, k)
+    parts |= {name: parts[name][:1] for name in ("scales", "qzeros")} | {"g_idx": torch.zeros(k).int()}
+    q = parts["qweight"].t().contiguous().view(torch.uint8)
+    return parts, (q.float() - 128) * parts["scales"].float().t()
+
+
 def words_of_rows(n: int, k: int) -> tuple[Tensors, torch.Tensor]:
     q, scale, _, _ = four_bits(n, k)
     parts = {"weight_packed": words(q), "weight_scale": scale[:1].t(), "weight_shape": torch.tensor([n, k])}
@@ -138,6 +154,12 @@ KINDS: dict[str, Kind] = {
         "int4",
     ),
     "gptq, rows": (gptq_of_rows, {"quant_method": "gptq", "bits": 4, "group_size": -1}, "int4"),
+    "gptq, bytes": (bytes_of_gptq, {"quant_method": "gptq", "bits": 8, "group_size": GROUP}, "q8_0"),
+    "gptq, bytes of rows": (
+        bytes_of_gptq_rows,
+        {"quant_method": "gptq", "bits": 8, "group_size": -1},
+        "int8",
+    ),
     "awq": (awq, {"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm"}, "int4"),
     "fp8": (fp8, {"quant_method": "fp8", "weight_block_size": [128, 128]}, "fp8"),
     "four bits": (words_of_compressed, compressed(4), "int4"),
@@ -406,7 +428,15 @@ def test_what_is_not_known_is_refused(tmp_path: Path) -> None:
             len,
             "is quantized by 'hqq', which is not known; there are: gptq, awq",
         ),
-        ("gptq", {"bits": 3}, len, "it has 3 bits, where 4 are known"),
+        ("gptq", {"bits": 3}, len, "it has 3 bits, where 4 and 8 are known"),
+        ("awq", {"bits": 8}, len, "it has 8 bits, where 4 are known"),
+        ("gptq, bytes", {}, lambda t: t[f"{first}.qzeros"].add_(1), "its 8 bits have zeros"),
+        (
+            "gptq, bytes",
+            {},
+            lambda t: t[f"{first}.g_idx"].copy_(t[f"{first}.g_idx"].flip(0)),
+            "order of activ",
+        ),
         ("four bits", compressed(3), len, "it has 3 bits, where 4 and 8 are known"),
         ("four bits", compressed(4, group=-1), len, r"group_size must be one of \(32, 64, 128\), got -1"),
         (

@@ -168,17 +168,8 @@ def read(parts: Parts, scheme: Scheme) -> PackedLinear:
     if bits == 4:
         zeros = None if zero is None else from_words(zero.t(), 4, n).to(torch.int8)
         return four_bits(q, scale.t(), zeros, group, parts.get("weight_g_idx"))
-    if "weight_g_idx" in parts:
-        raise ValueError(
-            "its 8 bits are in the order of activations (actorder), where 4 bits in it are known"
-        )
-    if zero is not None:
-        raise ValueError(_ZEROS)
-    if not group or group < 0:
-        return PackedLinear.from_int8(
-            (q ^ 128).view(torch.int8), scale.float().flatten(), dynamic=inputs is not None
-        )
-    return _by_groups(q, scale, group)
+    zeros = None if zero is None else from_words(zero.t(), 8, n)
+    return eight_bits(q, scale, zeros, group, parts.get("weight_g_idx"), inputs is not None)
 
 
 def four_bits(
@@ -191,14 +182,26 @@ def four_bits(
     return PackedLinear.from_int4(q, scale, zero, group_size=int(group or 0), groups=groups)
 
 
-def _by_groups(q: Tensor, scale: Tensor, group: int) -> PackedLinear:
-    """Eight bits by groups, as blocks of q8_0."""
-    half = scale.half()
-    if group not in GROUPS or q.shape[1] % group or not half.to(scale.dtype).equal(scale):
+def eight_bits(
+    q: Tensor, scale: Tensor, zero: Tensor | None, group: Any, groups: Tensor | None, dynamic: bool = False
+) -> PackedLinear:
+    """Eight bits around zero: with a scale for each row (no size, or -1), or by groups, as blocks of q8_0."""
+    if zero is not None and bool((zero != 128).any()):
+        raise ValueError(_ZEROS)
+    n, k = q.shape
+    group = int(group) if group and group > 0 else k
+    if groups is not None and not groups.equal(torch.arange(k, dtype=groups.dtype) // group):
         raise ValueError(
-            f"its 8 bits have {scale.dtype} scales for groups of {group} of {q.shape[1]} numbers, where scales that "
+            "its 8 bits are in the order of activations (actorder), where 4 bits in it are known"
+        )
+    if scale.shape[1] == 1:
+        return PackedLinear.from_int8((q ^ 128).view(torch.int8), scale.float().flatten(), dynamic=dynamic)
+    half = scale.half()
+    if group not in GROUPS or k % group or not half.to(scale.dtype).equal(scale):
+        raise ValueError(
+            f"its 8 bits have {scale.dtype} scales for groups of {group} of {k} numbers, where scales that "
             f"float16 holds are known, for whole groups of {', '.join(map(str, GROUPS))}"
         )
     half = half.repeat_interleave(group // _HALVES, 1).contiguous()
-    blocks = (half[..., None].view(torch.uint8), (q ^ 128).view(len(q), -1, _HALVES))
+    blocks = (half[..., None].view(torch.uint8), (q ^ 128).view(n, -1, _HALVES))
     return PackedLinear.from_blocks(torch.cat(blocks, 2).flatten(1), format="q8_0")

@@ -34,17 +34,18 @@ Make = Callable[[Parts, dict[str, Any]], PackedLinear]
 
 
 def _gptq(parts: Parts, how: dict[str, Any]) -> PackedLinear:
-    group = _grouped(how.get("bits"), how.get("group_size"))
+    bits, group = _grouped(how.get("bits"), how.get("group_size"), 4, 8)
     if (form := how.get("checkpoint_format", "gptq")) not in ("gptq", "gptq_v2"):
         raise ValueError(f"its checkpoint_format is {form!r}, where gptq and gptq_v2 are known")
-    q, groups = from_words(parts["qweight"].t(), 4), parts.get("g_idx")
-    zero = from_words(parts["qzeros"], 4, len(q)).to(torch.int8)
-    zero += form == "gptq"  # saved as one less
-    return compressed.four_bits(q, parts["scales"], zero, group, groups)
+    q, groups = from_words(parts["qweight"].t(), bits), parts.get("g_idx")
+    zero = from_words(parts["qzeros"], bits, len(q)) + (form == "gptq")  # saved as one less
+    if bits == 8:
+        return compressed.eight_bits(q, parts["scales"].t(), zero, group, groups)
+    return compressed.four_bits(q, parts["scales"], zero.to(torch.int8), group, groups)
 
 
 def _awq(parts: Parts, how: dict[str, Any]) -> PackedLinear:
-    group = _grouped(how.get("bits", how.get("w_bit")), how.get("group_size", how.get("q_group_size")))
+    _, group = _grouped(how.get("bits", how.get("w_bit")), how.get("group_size", how.get("q_group_size")), 4)
     if (version := str(how.get("version", "gemm")).lower()) != "gemm":
         raise ValueError(f"its version is {version!r}, where gemm is known")
     words = (from_words(parts[name], 4).unflatten(1, (-1, 8)) for name in ("qweight", "qzeros"))
@@ -62,10 +63,10 @@ def _mxfp4(parts: Parts, how: dict[str, Any]) -> PackedLinear:
     return PackedLinear.from_float4(parts["blocks"].flatten(1), parts["scales"])
 
 
-def _grouped(bits: Any, group: Any) -> Any:
-    if bits != 4:
-        raise ValueError(f"it has {bits} bits, where 4 are known")
-    return group
+def _grouped(bits: Any, group: Any, *known: int) -> tuple[int, Any]:
+    if bits not in known:
+        raise ValueError(f"it has {bits} bits, where {' and '.join(map(str, known))} are known")
+    return bits, group
 
 
 # With the ends of names, and which says that it is one.

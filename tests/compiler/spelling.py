@@ -192,6 +192,12 @@ def _attn_cached(q: Any, k: Any, v: Any) -> Any:
     return F.scaled_dot_product_attention(q.transpose(1, 2), wide[0], wide[1])
 
 
+def _attn_clipped(q: Any, k: Any, v: Any) -> Any:
+    """As MPT and OLMo limit what they project."""
+    q, k, v = q.clamp(-2.0, 2.0), k.clamp(-2.0, 2.0), v.clamp(max=0.5)
+    return torch.softmax(q @ k.transpose(-1, -2) * 0.3, -1) @ v
+
+
 SPELLINGS: list[tuple[str, str, Callable[..., Any], tuple[Any, ...]]] = [
     ("layer_norm", "definition", _ln_definition, (_X, _W, _W)),
     ("layer_norm", "rsqrt", _ln_rsqrt, (_X, _W, _W)),
@@ -288,6 +294,7 @@ SPELLINGS: list[tuple[str, str, Callable[..., Any], tuple[Any, ...]]] = [
     ("attention", "where", _attn_where, (_Q, _Q, _Q, "mask")),
     ("attention", "tril", _attn_tril, (_Q, _Q, _Q)),
     ("attention", "positions", _attn_positions, ((2, 6, N), (2, 6, N), (2, 6, N), "mask")),
+    ("attention", "clipped", _attn_clipped, (_Q, _Q, _Q)),
     ("attention", "slopes", _attn_slopes, (_Q, _Q, _Q, (3,), (2, 1, 6, 6))),
     ("attention", "one head", _attn_cached, ((2, 6, 3, 8), (2, 1, 6, 8), (2, 1, 6, 8))),
     ("attention", "repeated heads", _attn_repeat, ((2, 6, 6, 8), (2, 2, 6, 8), (2, 2, 6, 8))),

@@ -355,13 +355,13 @@ class Space:
         return result
 
     def matmul(self, a: Poly, b: Poly, shape: Shape) -> Poly:
-        """a @ b, with constants, and what is constant along a's rows, outside."""
+        """a @ b, with constants, and what is constant along a's rows, outside; not a sign: what is limited has one."""
         outer = self.const(1)
-        if len(a.terms) == 1:
+        if len(a.terms) == 1 and a.terms[0][1] != -1.0:
             mono, coef = a.terms[0]
             fixed, moving = self._split(mono)
             outer, a = self._poly({fixed: coef}), self._poly({moving: 1.0})
-        if len(b.terms) == 1 and b.terms[0][1] != 1.0:
+        if len(b.terms) == 1 and abs(b.terms[0][1]) != 1.0:
             outer, b = outer * b.terms[0][1], self._poly({b.terms[0][0]: 1.0})
         index = a.atom
         if index is not None and index.name == "one_hot":

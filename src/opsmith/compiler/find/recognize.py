@@ -42,7 +42,7 @@ from opsmith.operator import Operator, Pattern
 
 MIN_COMPOSITE = 3  # a near miss is something written out by hand, not a lone tanh
 LEFT_OPERAND = dict.fromkeys(("aten::linear", "aten::matmul", "aten::mm", "aten::bmm"), 0)
-LEFT_OPERAND |= dict.fromkeys(("aten::addmm", "aten::baddbmm"), 1)
+LEFT_OPERAND |= {"aten::addmm": 1, "aten::baddbmm": 1, "aten::cross_entropy_loss": 0}
 SCORES = ("aten::matmul", "aten::scaled_dot_product_attention")
 
 
@@ -181,8 +181,8 @@ class _Finder:
             query, key = scores.all_input_nodes[:2]
             taken.append([query, key if scores is root else [*key.all_input_nodes, key][0]])
         for operands in taken:
-            for template in self.templates:
-                if "matmul" in template.term.names and ("exp" in template.term.names) == (len(operands) > 1):
+            for names, template in ((t.term.names, t) for t in self.templates):
+                if names & {"matmul", "nll"} and ({"matmul", "exp"} <= names) == (len(operands) > 1):
                     yield Reading(template, tuple(operands), window)
 
     def _try(self, root: Node, reading: Reading, canon: Canon) -> Site | Mismatch | None:

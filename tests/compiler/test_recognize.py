@@ -67,6 +67,18 @@ def test_near_misses_are_not_found_and_are_reported(case: tuple[str, str, Any, A
     assert "spelling.py:" in misses[0].where
 
 
+def test_a_near_miss_is_named_where_it_came_closest() -> None:
+    """Not by the views that stand behind it."""
+
+    def gated(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        weights = torch.softmax(q @ k.transpose(-1, -2) * 0.3, -1) * gate
+        return (weights @ v).transpose(1, 2).reshape(2, 6, 24)
+
+    found = _recognize(gated, [*torch.randn(3, 2, 3, 6, 8), torch.rand(2, 1, 6, 6)], False)
+    (miss,) = [m for m in found.misses if m.operator == "attention"]
+    assert miss.node.startswith("matmul")
+
+
 def test_a_number_that_a_norm_is_multiplied_by_is_no_norm_of_another_kind() -> None:
     """As T5 has it before an output layer that shares the embedding's weight."""
 

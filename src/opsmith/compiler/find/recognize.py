@@ -93,7 +93,9 @@ class _Finder:
         self.windows = Windows(self.opaque)
         self.known = _known(tuple(t.pattern for t in self.templates))
         self.consumed: set[Node] = set()
-        self.near: dict[Node, Reading] = {}  # which came closest, where none is right
+        self.near: dict[
+            Node, tuple[tuple[int, int], Reading]
+        ] = {}  # how near came which, where none is right
 
     def run(self) -> Recognized:
         result = Recognized()
@@ -120,10 +122,10 @@ class _Finder:
             outcome = self.known[window.form]
             if outcome is None:
                 return None
-            right, template, cut = outcome
+            rank, template, cut = outcome
             reading = Reading(self.templates[template], tuple(window.nodes[i] for i in cut), window)
-            if not right:
-                self.near[root] = reading
+            if rank is not None:
+                self.near[root] = rank, reading
                 return None
             site = self._try(root, reading, self._canon(root, reading))
             if isinstance(site, Site):
@@ -148,9 +150,9 @@ class _Finder:
         known = None
         if near is not None:
             template, cut = self.templates.index(near.template), [window.nodes.index(n) for n in near.cut]
-            known = site is not None, template, cut
+            known = closest if site is None else None, template, cut
             if site is None:
-                self.near[root] = near
+                self.near[root] = closest, near
         if window.form is not None:
             self.known[window.form] = known
         return site
@@ -291,26 +293,26 @@ class _Finder:
         return self.effects.disturbed(site.region, site.outputs)
 
     def _misses(self, sites: list[Site]) -> list[Miss]:
-        """The near misses that stand outside every site, the closest for each root, inner ones dropped.
+        """The near misses that stand outside every site: of what stands together the one that came closest.
 
         What moves an operator's result about is no second one of its kind, and neither is a number it is multiplied by.
         """
         found = {site.root: site.card for site in sites}
         misses: list[Miss] = []
         covered: set[Node] = set(self.consumed)
-        for root in sorted(self.near, reverse=True):
-            if root in covered:
+        for outermost in sorted(self.near, reverse=True):
+            if outermost in covered:
                 continue
-            template, canon = self.near[root].template, self._canon(root, self.near[root])
-            problem = self._try(root, self.near[root], canon)
+            region = between(outermost, self.consumed, MAX_READ, BOUNDARIES)
+            root = max((n for n in region if n in self.near), key=lambda n: self.near[n][0])
+            template, canon = (reading := self.near[root][1]).template, self._canon(root, reading)
+            problem = self._try(root, reading, canon)
             if not isinstance(problem, Mismatch):
                 continue  # a root that is alike came close by this reading, and this one does not
             at = _node_at(problem.at, canon) or root
-            region = between(root, self.consumed, MAX_READ, BOUNDARIES)
             covered.update(region)
-            if template.cut is not None and len(region) < MIN_COMPOSITE:
-                continue
-            if any(found.get(source) is template.card for n in region for source in n.all_input_nodes):
+            small = template.cut is not None and len(region) < MIN_COMPOSITE
+            if small or any(found.get(s) is template.card for n in region for s in n.all_input_nodes):
                 continue
             misses.append(
                 Miss(template.card.name, root.name, *problem.texts(), at.name, where(at) or where(root))
@@ -327,8 +329,8 @@ class Reading:
     window: Window
 
 
-# Whether a reading was right for a root, or came closest only, and the numbers of its template and nodes.
-_Outcome = tuple[bool, int, list[int]]
+# How near a reading came to a root, or None where it was right, and the numbers of its template and nodes.
+_Outcome = tuple[tuple[int, int] | None, int, list[int]]
 
 
 @lru_cache(maxsize=4)
@@ -375,11 +377,9 @@ def _before_copies(value: Poly) -> Poly:
 
 
 def _node_at(at: Any, canon: Canon) -> Node | None:
-    if isinstance(at, Node):
-        return at
     poly = canon.space.from_atom(at) if isinstance(at, Atom) else at
     if not isinstance(poly, Poly):
-        return None
+        return at if isinstance(at, Node) else None
     parts = [canon.space.from_atom(atom) for mono, _ in poly.terms for atom, _p in mono.factors]
     found = (node for p in (poly, *parts) for node in (*canon.nodes.get(p, ())[:1], p.atom and p.atom.leaf))
     return next((node for node in found if isinstance(node, Node)), None)

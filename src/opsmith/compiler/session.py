@@ -17,7 +17,7 @@ from opsmith.call.dispatch import is_sharded
 from opsmith.compiler.capture.mutation import Effects
 from opsmith.compiler.capture.parts import by_parts
 from opsmith.compiler.capture.shards import Shards, is_gathered
-from opsmith.compiler.capture.trace import NotGeneral, capture
+from opsmith.compiler.capture.trace import NotGeneral, NotRecorded, capture
 from opsmith.compiler.choose.ranks import Ranks
 from opsmith.compiler.choose.select import Selector
 from opsmith.compiler.code import Code
@@ -173,6 +173,9 @@ class Session:
             return Apart(make, self.graphs.append, example_inputs, ones)
         except NotGeneral:
             raise
+        except NotRecorded as why:
+            self.decline(str(why), len(gm.graph.nodes))
+            return gm.forward
         except Exception as error:  # of ours: the model has been read by Dynamo
             self.leave(error, len(gm.graph.nodes))
             return gm.forward

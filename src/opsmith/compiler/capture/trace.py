@@ -60,6 +60,10 @@ class NotGeneral(Exception):
     """A model that has to be captured with sizes of one apart."""
 
 
+class NotRecorded(Exception):
+    """A graph of which PyTorch recorded a part only."""
+
+
 def check_general(graph: fx.Graph) -> None:
     """Make sure that a graph captured to serve sizes of one too (`backed_size_oblivious`) does.
 
@@ -85,6 +89,8 @@ def note_constants(gm: fx.GraphModule) -> None:
     """Give every one-element tensor constant its value, so that a formula can use it as a number."""
     for node in gm.graph.find_nodes(op="get_attr"):
         value = getattr(gm, node.target, None)
+        if isinstance(value, torch._subclasses.FakeTensor):
+            raise NotRecorded("it calls what PyTorch runs without a record of it, as an associative_scan")
         if isinstance(value, Tensor):
             node.meta.setdefault("val", value)
             if value.numel() == 1 and not value.requires_grad and not isinstance(value, torch.nn.Parameter):
@@ -100,6 +106,9 @@ def tidy(graph: fx.Graph) -> None:
             continue
         source = _unchanged(node) or _alone(node)
         if source is not None and not (changing and {node, source} & changing):
+            for user in node.users:  # a join lies in one piece, and what is joined may not
+                if user.target is torch.ops.aten.view.default:
+                    user.target = torch.ops.aten.reshape.default
             node.replace_all_uses_with(source)
             graph.erase_node(node)
     _share_views(graph)

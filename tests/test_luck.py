@@ -393,7 +393,7 @@ def as_it_was(model: nn.Module, before: dict[str, Any], x: torch.Tensor, expecte
 @pytest.mark.parametrize(
     ("where", "options"),
     [
-        ("opsmith.compiler.api.entry", {}),
+        ("opsmith.compiler.api.Entry", {}),
         ("opsmith.compiler.api._cast", {"dtype": "bfloat16"}),
         ("opsmith.compiler.session.Session.backend", {"dtype": "bfloat16"}),
         ("opsmith.compiler.modules.quantize.Packing.pack", {"quantize": "int8"}),

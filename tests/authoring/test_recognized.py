@@ -71,7 +71,7 @@ CASES: dict[str, tuple[dict[str, object], list[Spelling], list[Spelling]]] = {
         [
             lambda x: F.elu(x) * 2,
             lambda x: torch.where(x > 0, x, torch.exp(torch.clamp(x, max=0)) - 1) + 1,
-            lambda x: torch.where(torch.lt(0 * x, x), x, torch.expm1(x.clamp_max(0))) + 1,
+            lambda x: torch.where(torch.lt(torch.zeros_like(x), x), x, torch.expm1(x.clamp_max(0))) + 1,
         ],
         [
             lambda x: torch.where(x >= 0, x, torch.exp(torch.clamp(x, max=0)) - 1) + 1,

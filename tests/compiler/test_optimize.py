@@ -495,24 +495,6 @@ def test_heads_that_are_joined_with_nothing_may_be_viewed() -> None:
         truth.check(model(x), x)
 
 
-@pytest.mark.filterwarnings("error::UserWarning")
-def test_a_scan_that_pytorch_does_not_record_is_left_as_it_is() -> None:
-    """As in Mamba's layers: its steps are run while it is traced, without a record."""
-    from torch._higher_order_ops.associative_scan import associative_scan
-
-    class Scan(Feed):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            total: torch.Tensor = associative_scan(torch.add, super().forward(x), 1, combine_mode="generic")
-            return total
-
-    model = seeded(Scan)
-    truth, x = Truth(model), numbers(3, 4, WIDTH)
-    optimized(model, x)
-    with torch.no_grad():
-        truth.check(model(x), x)
-    assert "without a record of it" in str(model.opsmith.report)
-
-
 def test_without_examples_the_first_call_is_the_example() -> None:
     model = seeded(Feed)
     truth = Truth(model)

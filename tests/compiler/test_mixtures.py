@@ -79,6 +79,21 @@ def test_another_form_is_left_and_said() -> None:
     assert made.config._experts_implementation == before
 
 
+def test_a_mixture_without_numbers_is_left_and_said() -> None:
+    """A model made on the device meta, which gets its memory later."""
+    with torch.device("meta"):
+        made = opsmith.optimize(model(), config=opsmith.Config(tune=False, inductor=False))
+    assert "1 mixtures are left to transformers: their weights are on the device meta" in str(
+        made.opsmith.report
+    )
+    made.to_empty(device="cpu").init_weights()
+    eager, ids = copy.deepcopy(made), torch.randint(0, 60, (2, 7))
+    opsmith.restore(eager)
+    with torch.no_grad():
+        right = eager(ids, use_cache=False).logits
+        torch.testing.assert_close(made(ids, use_cache=False).logits, right, rtol=1e-4, atol=1e-5)
+
+
 def test_experts_that_compute_something_else_are_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     from opsmith.decoding import experts
 

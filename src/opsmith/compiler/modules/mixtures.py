@@ -144,6 +144,8 @@ def _wrong(module: Any, packed: Any = None) -> str:
     """Why a few of a module's experts are not computed as its own code does, in float64; nothing where they are."""
     from opsmith.decoding.experts import mixed
 
+    if module.gate_up_proj.is_meta:
+        return "their weights are on the device meta; optimize again once they have numbers"
     count = min(_FEW, module.num_experts)
     own, exact = (_some(module, packed, count, t) for t in (module.gate_up_proj.dtype, torch.float64))
     like = own.gate_up_proj

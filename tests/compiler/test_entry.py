@@ -190,6 +190,7 @@ def test_a_prompt_that_is_left_leaves_the_tokens_compiled() -> None:
     assert model.eager == 7  # all but the first, which was read
     assert model.opsmith is not None
     assert [graph.report.left for graph in model.opsmith.graphs] == [""]
+    assert "without a record of it" in str(model.opsmith.report)
 
 
 class Patches(nn.Module):

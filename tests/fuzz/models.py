@@ -317,12 +317,14 @@ def _held(model: Any, eager: Any, exact: Any, call: Any, train: bool, what: str)
         x, ids = inputs(batch, length, seed, odd)
         with sdpa_kernel(SDPBackend.MATH):  # others give numbers where all scores of a query are NaN
             right = results(exact, x.double(), ids, train)
-        found = [*(results(one, x, ids, train) for one in (model, eager)), right]
-        if odd != math.inf:
-            return found
-        # What is equal for numbers may end as NaN or infinite: gelu(-x) + x is gelu(x).
-        kept = {"nan": math.inf, "posinf": math.inf, "neginf": math.inf}
-        return [[t.nan_to_num(**kept) for t in one] for one in found]
+        found = [results(one, x, ids, train) for one in (model, eager)]
+        # What is equal for numbers may be infinite in place of NaN: gelu(-x) + x is gelu(x).
+        if odd == math.inf:
+            found = [
+                [torch.where(r.isnan() & ~t.isfinite(), math.nan, t) for t, r in zip(one, right, strict=True)]
+                for one in found
+            ]
+        return [*found, right]
 
     got, near, right = all_three(*call)
     try:

@@ -93,9 +93,8 @@ class _Finder:
         self.windows = Windows(self.opaque)
         self.known = _known(tuple(t.pattern for t in self.templates))
         self.consumed: set[Node] = set()
-        self.near: dict[
-            Node, tuple[tuple[int, int], Reading]
-        ] = {}  # how near came which, where none is right
+        # Of a root for which no reading is right, the one that came closest, and how near.
+        self.near: dict[Node, tuple[tuple[int, int], Reading]] = {}
 
     def run(self) -> Recognized:
         result = Recognized()
@@ -183,7 +182,8 @@ class _Finder:
             query, key = scores.all_input_nodes[:2]
             taken.append([query, key if scores is root else [*key.all_input_nodes, key][0]])
         for operands in taken:
-            for names, template in ((t.term.names, t) for t in self.templates):
+            for template in self.templates:
+                names = template.term.names
                 if names & {"matmul", "nll"} and ({"matmul", "exp"} <= names) == (len(operands) > 1):
                     yield Reading(template, tuple(operands), window)
 

@@ -116,3 +116,18 @@ def test_zero_times_a_number_is_no_zero() -> None:
 
     (site,) = _recognize(model, [torch.randn(2, 5, 32), torch.rand(32)], False).sites
     assert site.root.target is torch.ops.aten.gelu.default
+
+
+def _gated(
+    x: torch.Tensor, gate: torch.Tensor, other: torch.Tensor, weight: torch.Tensor
+) -> list[torch.Tensor]:
+    """What has a sigmoid in common with silu, gelu and gated products, and nothing else."""
+    mixed = torch.sigmoid(gate) * x + other
+    decayed = other * torch.exp(-8 * torch.sigmoid(gate)) + torch.sigmoid(x) * other
+    return [mixed, decayed, x * torch.sigmoid(x @ weight), other + torch.sigmoid(gate[..., :1]) * x]
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_a_sigmoid_alone_is_no_near_miss(part: int) -> None:
+    found = _recognize(lambda *values: _gated(*values)[part], inputs(((3, 8), (3, 8), (3, 8), (8, 8))), False)
+    assert [str(m) for m in found.misses] == []

@@ -122,8 +122,10 @@ class Matcher:
                 self._fail(env, f"the coefficient {pc:.6g} of {show(self.space._poly({pm: pc}))}", term)
             return None
         if (pm.expo is None) != (tm.expo is None) or len(pm.factors) != len(tm.factors):
-            return self._fail(env, self.space._poly({pm: pc}), term)
-        todo = sorted(pm.factors, key=lambda f: isinstance(f[0].leaf, Var))
+            near = self.level or _functions(pm) & _functions(tm)  # else another thing altogether
+            return self._fail(env, self.space._poly({pm: pc}), term) if near else None
+        # What is known already first: where that is not among the factors, the others need no look.
+        todo = sorted(pm.factors, key=lambda f: 1 if f[0].leaf is None else 2 * (_variable(f[0]) not in env))
         found = _paired(self._factor, todo, tm.factors, env)
         if found is None or pm.expo is None or tm.expo is None:
             return found
@@ -276,11 +278,29 @@ def _variable(atom: Atom | None) -> str | None:
     return atom.leaf.name if atom is not None and isinstance(atom.leaf, Var) else None
 
 
+def _functions(mono: Mono) -> set[str]:
+    return {a.name for a, _ in mono.factors if a.leaf is None and a.name != "base"}
+
+
 def _whole(atom: Atom) -> str | None:
     """The variable that an atom is a piece of."""
     while atom.name == "take" and atom.args[0].atom is not None:
         atom = atom.args[0].atom
     return _variable(atom)
+
+
+def mentions(term: Poly | Atom | Node | None, node: Node) -> bool:
+    """True where `node` stands within a term, other than in a product of matrices: that is another value."""
+    todo: list[Any] = [term]
+    seen: set[Any] = set()
+    while todo and node not in seen:
+        term = todo.pop()
+        if isinstance(term, Atom):
+            todo += (term.leaf,) if term.leaf is not None else term.args if term.name != "matmul" else ()
+        elif isinstance(term, Poly) and term not in seen:
+            todo += [x for m, _ in term.terms for x in (m.expo, *(a for a, _ in m.factors))]
+        seen.add(term)
+    return node in seen
 
 
 def show(term: Poly | Atom, depth: int = 0) -> str:
@@ -297,11 +317,13 @@ def show(term: Poly | Atom, depth: int = 0) -> str:
     if not term.terms:
         return "0"
     parts = []
-    for mono, coef in term.terms[:6]:
+    for mono, coef in term.terms:
         factors = [show(a, depth + 1) + ("" if p == 1 else f"^{p:g}") for a, p in mono.factors]
         if mono.expo is not None:
             factors.append(f"exp({show(mono.expo, depth + 1)})")
         if coef != 1 or not factors:
             factors.insert(0, f"{coef:.6g}")
         parts.append("*".join(factors))
-    return " + ".join(parts) + (" + ..." if len(term.terms) > 6 else "")
+    # In an order that does not depend on what was read before.
+    parts.sort(key=lambda text: (text.count("*"), text.lstrip("-0123456789.*")))
+    return " + ".join(parts[:6]) + (" + ..." if len(parts) > 6 else "")

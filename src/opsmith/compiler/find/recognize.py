@@ -24,7 +24,7 @@ from opsmith.compiler.algebra.terms import Atom, Poly, Space
 from opsmith.compiler.algebra.views import inverse
 from opsmith.compiler.capture.mutation import effects
 from opsmith.compiler.find.growth import grow
-from opsmith.compiler.find.match import Binding, Matcher, Mismatch
+from opsmith.compiler.find.match import Binding, Matcher, Mismatch, mentions
 from opsmith.compiler.find.operands import (
     Made,
     materialize,
@@ -207,6 +207,8 @@ class _Finder:
             if isinstance(outcome, Site):
                 return outcome
             problem = Mismatch(4 * len(binding) + 100, *outcome)
+        elif reading.cut and not mentions(problem.at, reading.cut[0]):
+            return None  # they part where the main input has no say: something else altogether
         return problem if problem.score >= 0 and _is_written_out(root, reading) else None
 
     def _bind(

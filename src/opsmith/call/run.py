@@ -459,20 +459,20 @@ def _differentiated(call: Call) -> type[torch.autograd.Function]:
     def forward(ctx: Any, backend: str, *values: Any) -> Any:
         results, known = call.run(backend, values, None, keep=True)
         there = (known.get(name, known.get(other or name)) for name, other in call.saved.items())
-        # Of what only says how large a gradient is, a number in its shape is kept.
-        likes = (
+        ctx.save_for_backward(*there)
+        # Of what only says how large a gradient is, a number in its shape is kept, beside what is saved: who counts
+        # that (a checkpointed layer) finds as many as where a node in C++ records.
+        ctx.likes = [
             None if (t := known[name]) is None else t.new_empty(()).expand(t.shape) for name in call.likes
-        )
-        ctx.save_for_backward(*there, *likes)
+        ]
         ctx.backend = backend
         ctx.numbers = [known[name] for name in numbers]
         return results[0] if len(results) == 1 else tuple(results)
 
     @dispatch.once(call.op)
     def backward(ctx: Any, *slopes: Tensor) -> tuple[Tensor | None, ...]:
-        known: dict[str, Any] = {}
-        there = [*call.saved.items(), *((name, None) for name in call.likes)]
-        for (name, other), t in zip(there, ctx.saved_tensors, strict=True):
+        known: dict[str, Any] = dict(zip(call.likes, ctx.likes, strict=True))
+        for (name, other), t in zip(call.saved.items(), ctx.saved_tensors, strict=True):
             known[name] = t
             if other is not None:
                 known[other] = t

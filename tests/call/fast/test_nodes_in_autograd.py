@@ -1,6 +1,8 @@
 """What PyTorch asks of a node, of those in C++: versions, hooks, retained graphs, checkpoints, who looks on."""
 
 import gc
+import subprocess
+import sys
 import weakref
 from typing import Any
 
@@ -143,6 +145,26 @@ def test_checkpoints_compute_again(name):
     got = torch.autograd.grad(checkpoint(run, *leaves, use_reentrant=False), leaves)
     for a, b in zip(got, expected, strict=True):
         assert torch.equal(a, b)
+
+
+_FIRST = """
+from tests.call.fast.recorded import CALLS, leaf, tensors
+from torch.utils.checkpoint import checkpoint
+
+for name, (_, call, shapes) in CALLS.items():
+    try:
+        leaves = [leaf(*shape) for shape in shapes]
+        y = checkpoint(lambda *x: sum(y.sum() for y in tensors(call(*x))), *leaves, use_reentrant=False)
+        y.backward()
+    except Exception as error:
+        print(name, error)
+"""
+
+
+def test_a_first_call_may_be_checkpointed() -> None:
+    """Its second computation must save as many tensors, of the same shapes: the first may be before a node is there."""
+    done = subprocess.run([sys.executable, "-c", _FIRST], capture_output=True, text=True, check=True)
+    assert done.stdout == ""
 
 
 def test_the_backward_is_seen_by_who_looks_on():

@@ -85,9 +85,11 @@ class Ready:
             most_rows: of x that it takes; 0 for any.
         """
         self.call: Callable[..., Any] = otherwise or not_loaded
+        self.loaded = False
 
         def loaded() -> None:
             self.call = _declared_kernel(signature, otherwise, most_rows) or self.call
+            self.loaded = True
 
         when_loaded(signature.entry, loaded)
 

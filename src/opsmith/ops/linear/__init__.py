@@ -146,6 +146,10 @@ class _Linear(Call):
         if not (compiling() or exporting()) and tensors and needs_grad(x, weight, bias):
             most = max(ROWS * weight.numel(), dispatch.limit << _LEARNING.get(x.dtype, 0))
             if x.numel() * weight.shape[0] <= most:
+                if (
+                    not self.node.loaded
+                ):  # the first call saves what others do: a checkpointed layer counts that
+                    native(x, "linear_rows")
                 nodes.begin()
                 return self.node.call(*given)
         return super().traced(*given)
@@ -168,7 +172,6 @@ class _Linear(Call):
             return None
         products, exact = x.numel() * weight.shape[0], x.dtype == torch.float32
         if training:
-            native(x, "linear_rows")  # whose node is for calls to come
             much = x.numel() > max(x.shape[-1], dispatch.limit) and (
                 code or products > dispatch.limit << _LEARNT
             )

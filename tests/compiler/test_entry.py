@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
 from typing import Any
@@ -13,6 +14,7 @@ from torch import nn
 import opsmith
 from opsmith.compiler import entry
 
+LOGGER = logging.getLogger("model")
 UNTIMED = opsmith.Config(tune=False, inductor=False)
 
 
@@ -354,3 +356,20 @@ def test_a_call_without_an_answer_costs_no_other_its_graph(
     model(x).sum().backward()
     # Each kind of call has one graph still, and no module is captured by itself.
     assert [len(g.report.sites) for g in model.opsmith.graphs] == [2] * len(model.opsmith.graphs)
+
+
+class Telling(Changing):
+    """Says something once in the middle, as models of transformers do when they train."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = super().forward(x)
+        LOGGER.warning_once("of no importance")  # type: ignore[attr-defined]
+        return super().forward(x)
+
+
+def test_what_is_said_once_breaks_no_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    once = functools.lru_cache(None)(lambda logger, text: logger.warning(text))
+    monkeypatch.setattr(logging.Logger, "warning_once", once, raising=False)
+    model = opsmith.optimize(Telling().eval(), torch.randn(2, 8), config=UNTIMED)
+    assert len(model.opsmith.graphs) == 1
+    assert model.opsmith.report.found == {"layer_norm": 2}

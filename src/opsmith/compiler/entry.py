@@ -240,6 +240,11 @@ class _Forgotten(Exception):
     """Dynamo captures again what it had captured, as after torch.compiler.reset(), and without the settings for it."""
 
 
+def _said_once() -> set[Callable[..., Any]]:
+    """A logger's methods that say each message once, as transformers adds them: at a message a graph would break."""
+    return {method for method in vars(logging.Logger).values() if hasattr(method, "cache_info")}
+
+
 @contextmanager
 def _capturing(general: bool, sure: bool, left: list[Exception], whole: bool) -> Iterator[None]:
     """The settings under which a graph is captured.
@@ -274,6 +279,7 @@ def _capturing(general: bool, sure: bool, left: list[Exception], whole: bool) ->
             run_gc_after_compile=False,
             # Behind a break Dynamo begins at no frame of PyTorch's layers; with hooks set there, this fails in 2.13.
             nested_graph_breaks=whole,
+            ignore_logger_methods=torch._dynamo.config.ignore_logger_methods | _said_once(),
         ),
         torch.fx.experimental._config.patch(  # type: ignore[attr-defined]
             use_duck_shape=False, backed_size_oblivious=general

@@ -150,7 +150,7 @@ def no_compiler(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def reported(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
-    monkeypatch.setattr(isa, "_reported", lambda: set(names))
+    monkeypatch.setattr(isa, "_listed", lambda *keys: set(names))
     monkeypatch.delenv("OPSMITH_ISA", raising=False)
 
 

@@ -58,11 +58,6 @@ def _listed(*names: str) -> set[str]:
     return set()
 
 
-def _reported() -> set[str]:
-    """The features that this CPU has, and Linux has switched on."""
-    return _listed("flags", "Features")
-
-
 def is_intels() -> bool:
     """True for a processor of Intel's, whose libraries ask for that name."""
     return _listed("vendor_id") == {"GenuineIntel"}
@@ -74,7 +69,7 @@ def supported() -> tuple[str, ...]:
     >>> supported()[0]
     'portable'
     """
-    found = _reported()
+    found = _listed("flags", "Features")  # what this CPU has, and Linux has switched on
     return tuple(name for name in TIERS if found.issuperset(_NEEDS[name]))
 
 

@@ -23,6 +23,7 @@ from opsmith.compiler.algebra.terms import Shape
 from opsmith.compiler.capture.trace import note_constants, tidy
 from opsmith.compiler.find.recognize import recognize
 from opsmith.compiler.find.site import Site, hint, where
+from opsmith.measure.pool import tensors_of
 from opsmith.operator import registry
 from opsmith.profiler import entries
 from opsmith.profiler.costs import moves_nothing
@@ -107,7 +108,7 @@ def read(graph: fx.Graph) -> CallSequence:
     names = [op_name(n) for n in calls]
     place = {n: i for i, n in enumerate(calls)}
     reads = [{place[s] for s in n.all_input_nodes if s in place} for n in calls]
-    outputs = [_bytes(n.meta.get("val")) for n in calls]
+    outputs = [sum(int(t.nbytes) for t in tensors_of(n.meta.get("val"))) for n in calls]
     # Weights where a compiled graph has them: a norm can take in the addition before it only if they are there.
     first = next(iter(graph.nodes))
     for node in graph.find_nodes(op="get_attr"):
@@ -159,7 +160,3 @@ def describe(site: Site, pieces: list[str], known: Mapping[Any, int] | None = No
     source = where(site.root).strip("()")
     row = replace(row, composite=len(written) > 1, pieces=written, source=source)
     return Unit(row, gradient=site.card.gradient)
-
-
-def _bytes(value: Any) -> int:
-    return sum(int(v.numel()) * v.element_size() for v in pytree.tree_leaves(value) if isinstance(v, Tensor))

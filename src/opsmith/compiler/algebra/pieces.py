@@ -70,13 +70,9 @@ def _take_atom(s: Space, atom: Atom, piece: Piece, size: int) -> Poly:
     elif atom.name in ("reshape", "expand") and atom.args[0].shape[-1:] == atom.shape[-1:]:
         # Through a view of the leading axes to a join inside; what nothing joins is taken outside.
         inside = take(atom.args[0], piece, size)
-        if not _taken(inside):
+        if not any(part.name == "take" for mono, _ in inside.terms for part, _p in mono.factors):
             return s.fn(atom.name, inside, shape=shape, attrs=(shape,))
     return s.fn("take", s.from_atom(atom), shape=shape, attrs=(piece,))
-
-
-def _taken(p: Poly) -> bool:
-    return any(atom.name == "take" for mono, _ in p.terms for atom, _p in mono.factors)
 
 
 def _length(piece: Piece, size: int) -> int:

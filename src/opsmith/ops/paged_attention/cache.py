@@ -67,13 +67,9 @@ def reshape_and_cache(
             pass
     _check(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
     # Not torch.no_grad(): a compiled graph that raises within it leaves gradients off.
-    native_here = _supports(k, v, slot_mapping, k_scale=k_scale) is True and _dense(k_cache, v_cache)
-    write = _native if native_here else _reference
+    dense = all(t.stride(-1) == 1 or t.shape[-1] < 2 or not t.numel() for t in (k_cache, v_cache))
+    write = _native if dense and _supports(k, v, slot_mapping, k_scale=k_scale) is True else _reference
     write(k.detach(), v.detach(), k_cache, v_cache, slot_mapping, k_scale, v_scale)
-
-
-def _dense(*caches: Tensor) -> bool:
-    return all(t.stride(-1) == 1 or t.shape[-1] < 2 or not t.numel() for t in caches)
 
 
 def _check(k: Any, v: Any, k_cache: Any, v_cache: Any, slots: Any, k_scale: Any, v_scale: Any) -> None:

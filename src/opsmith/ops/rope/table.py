@@ -122,10 +122,6 @@ def _powers(dim: int, theta: float) -> Tensor:
     return theta ** -(torch.arange(0, dim, 2, dtype=torch.float64, device="cpu") / dim)
 
 
-def _linear(dim: int, length: int, theta: float, given: _Parameters) -> tuple[Tensor, float]:
-    return _powers(dim, theta) / given.number("factor"), 1.0
-
-
 def _proportional(dim: int, length: int, theta: float, given: _Parameters) -> tuple[Tensor, float]:
     """The first part of the pairs turns as in a whole head, the others stand still."""
     turning = int(float(given.get("partial_rotary_factor", 1.0)) * dim // 2)
@@ -203,7 +199,7 @@ def _longrope(dim: int, length: int, theta: float, given: _Parameters) -> tuple[
 
 _SCALINGS: dict[str, Callable[[int, int, float, _Parameters], tuple[Tensor, float]]] = {
     "default": lambda dim, length, theta, given: (_powers(dim, theta), 1.0),
-    "linear": _linear,
+    "linear": lambda dim, length, theta, given: (_powers(dim, theta) / given.number("factor"), 1.0),
     "dynamic": _dynamic,
     "yarn": _yarn,
     "llama3": _llama3,

@@ -230,10 +230,6 @@ def _types(tensors: Mapping[str, Tensor | None], types: Mapping[str, str]) -> li
     return [f"#define DTYPE_{name.upper()} {value}" for name, value in {**names, **types}.items()]
 
 
-def _camel(stem: str) -> str:
-    return "".join(part.capitalize() for part in stem.split("_"))
-
-
 def _folders(source: Path) -> tuple[Path, ...]:
     return tuple(dict.fromkeys([HEADERS, source.parent.absolute(), SHARED]))
 
@@ -265,7 +261,8 @@ def _built(
         f"OPSMITH_KERNEL({entry}, {parameters})",
     ]
     if header.is_file():
-        lines += [f'#include "{header.name}"', f"OPSMITH_TILING({_camel(source.stem)}Tiling)"]
+        camel = "".join(map(str.capitalize, source.stem.split("_")))
+        lines += [f'#include "{header.name}"', f"OPSMITH_TILING({camel}Tiling)"]
     with tempfile.TemporaryDirectory(prefix="opsmith-emulation-") as folder:
         host = Path(folder) / f"{source.stem}_host.cpp"
         host.write_text("\n".join([*lines, ""]))

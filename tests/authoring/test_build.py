@@ -10,12 +10,13 @@ import pytest
 import torch
 
 from opsmith.authoring import project
-from opsmith.authoring.project import compile
+from opsmith.authoring.project import compile, function
 from opsmith.call import binding
 from opsmith.call.signature import Signature
 from opsmith.cli import main
 from opsmith.kernels import isa, nvcc
 from opsmith.kernels.compiler import find_compiler
+from opsmith.operator import Cost, registry
 
 from . import normed_turn
 
@@ -81,6 +82,21 @@ def test_an_error_is_shown_at_the_authors_line(
     assert says in err
     assert "^" in out  # the line itself, with the place
     assert "Traceback" not in err
+
+
+@compiler
+def test_cpp_without_a_declared_attribute_is_shown_the_expected_signature(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = normed_turn.write(tmp_path, "turn_unlinked", backends=("cpu",))
+    card = folder / "operator.py"
+    card.write_text(
+        card.read_text().replace('attributes={"eps": 1e-5}', 'attributes={"eps": 1e-5, "gain": 2.0}')
+    )
+    assert main(["build", str(folder), "--backend", "cpu"]) == 1
+    views = "opsmith::View x, opsmith::View cos, opsmith::View sin"
+    expected = f"namespace turn_unlinked: void forward({views}, double eps, double gain, opsmith::View y)"
+    assert expected in capsys.readouterr().err
 
 
 @compiler
@@ -247,6 +263,26 @@ def test_names_that_are_taken_or_none(tmp_path: Path) -> None:
         Signature.of("f", {"x": "N"}, {"y": "N"}, {"mode": "tanh"}, ["float32"], [])  # type: ignore[dict-item]
     with pytest.raises(ValueError, match=r"has no operator.py; `opsmith new` writes one"):
         project.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("declared", "why"),
+    [({"by": 2.0}, "says by: 2.0, the reference has 3.0"), ({"to": 3.0}, "has no such parameter")],
+)
+def test_a_card_refuses_attributes_that_the_reference_contradicts(
+    declared: dict[str, float], why: str
+) -> None:
+    def reference(x: torch.Tensor, by: float = 3.0) -> torch.Tensor:
+        return x * by
+
+    name = f"refused_{next(iter(declared))}"
+    kernels = project.kernels(__file__, name, inputs={"x": "N"}, outputs={"y": "N"}, attributes=declared)
+    given = {"kind": "activation", "samples": lambda make: iter(())}
+    with pytest.raises(ValueError, match=why):
+        function.card(kernels, reference, cost=lambda x, by=3.0: Cost(1.0, 1.0), **given)
+    with pytest.raises(TypeError, match=r"card\(\) missing .* 'cost'"):
+        function.card(kernels, reference, **given)
+    assert name not in registry()
 
 
 def test_a_signature_says_everything_once() -> None:

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from opsmith import backends
-from opsmith.call.binding import project as project_binding
+from opsmith.call.binding import declarations, project as project_binding
 from opsmith.call.fast import direct
 from opsmith.call.signature import Scalar, Signature
 from opsmith.kernels import build, compiler, isa, libraries, triton
@@ -206,9 +206,17 @@ class Kernels:
         if backend == "cuda":
             name, tier = f"{name}-cuda", "portable"  # of the code around the kernels
         library = build.Library(name, sources, include_dirs=[folder, *libraries.HEADERS], tier=tier)
-        if tier is None:
-            return build.build_best([library], watch=watch)[0][0]
-        return build.build_libraries([library], watch=watch)[0]
+        try:
+            if tier is None:
+                return build.build_best([library], watch=watch)[0][0]
+            return build.build_libraries([library], watch=watch)[0]
+        except build.BuildError as error:
+            if "linking failed" not in str(error):
+                raise
+            # Where C++ has other parameters than operator.py declares, the linker alone complains.
+            declared = "; ".join(declarations(self.signature).values())
+            why = f"{error}; operator.py declares, in namespace {self.name}: {declared}"
+            raise build.BuildError(why, error.output) from error
 
 
 def load(folder: str | Path) -> ModuleType:

@@ -28,6 +28,7 @@ from opsmith.call.run import Call
 from opsmith.kernels import triton
 from opsmith.measure.pool import tensors_of
 from opsmith.operator import (
+    Cost,
     Implementation,
     Kind,
     Make,
@@ -72,6 +73,7 @@ def card(
     reference: Callable[..., Any],
     *,
     kind: str,
+    cost: Callable[..., Cost],
     samples: Callable[[Make], Iterator[Sample]],
     patterns: Sequence[Pattern] | None = None,
     before: Callable[..., tuple[Tensor, ...]] | None = None,
@@ -85,7 +87,7 @@ def card(
     Args:
         kernels: what `project.kernels` gave.
         reference: the operator in plain PyTorch; its parameters are the operator's.
-        kind, samples, differentiable: as on every card, and so what else is given: cost, workloads, tolerance, source.
+        kind, cost, samples, differentiable: as on every card, and so what else is given: workloads, tolerance, source.
         patterns: the same; by default the reference, where it has one result.
         before: from the operator's tensors to the kernels', where these differ: a matmul in front.
         inner: the reference of what the kernels compute, where there is a `before`.
@@ -108,6 +110,7 @@ def card(
             kind=Kind(kind),
             function=function,
             reference=reference,
+            cost=cost,
             samples=samples,
             implementations=[*call.implementations(), Implementation("eager", reference)],
             patterns=patterns,
@@ -130,6 +133,13 @@ class ProjectCall(Call):
         even: tuple[str, ...],
     ) -> None:
         parameters = inspect.signature(reference).parameters
+        for name, declared in kernels.signature.attributes.items():
+            default = parameters[name].default if name in parameters else "no such parameter"
+            if default != (inspect.Parameter.empty if declared is None else declared):
+                said = "no default" if default is inspect.Parameter.empty else default
+                raise ValueError(
+                    f"{kernels.name}: attributes= says {name}: {declared}, the reference has {said}; correct one"
+                )
         out = inspect.Parameter("out", inspect.Parameter.KEYWORD_ONLY, default=None)
         public: Any = update_wrapper(partial(reference), reference)
         public.__signature__ = inspect.Signature([*parameters.values(), out])

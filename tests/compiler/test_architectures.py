@@ -262,6 +262,33 @@ def test_a_graph_that_cannot_be_studied_runs_as_it_was(
     torch._dynamo.reset()
 
 
+class Overlaid(Feed):
+    """Attention whose mask is made entry by entry, as transformers does where images see all of themselves."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = super().forward(x)
+        at = torch.arange(x.shape[1])
+        seen = torch.vmap(torch.vmap(lambda q, k: (k <= q) | (k // 3 == q // 3), (None, 0)), (0, None))(
+            at, at
+        )
+        heads = x.unflatten(2, (2, -1)).transpose(1, 2)
+        return nn.functional.scaled_dot_product_attention(heads, heads, heads, attn_mask=seen)
+
+
+@pytest.mark.filterwarnings("error:opsmith")
+def test_what_vmap_computes_leaves_the_rest_of_a_graph_optimized() -> None:
+    model, x = seeded(Overlaid), numbers(3, 4, 32)
+    truth, without = Truth(model), opsmith.optimize(seeded(Feed), x, config=UNTIMED)
+    opsmith.optimize(model, x, config=UNTIMED)
+    assert model.opsmith.report.found == without.opsmith.report.found | {"attention": 1}
+    for size in (4, 7):
+        x = numbers(2, size, 32)
+        with torch.no_grad():
+            truth.check(model(x), x)
+    slopes = [torch.autograd.grad(m(x).square().sum(), [*m.parameters()]) for m in (model, seeded(Overlaid))]
+    torch.testing.assert_close(*slopes)
+
+
 def test_sinks_are_a_column_of_the_scores_in_gpt_oss() -> None:
     """In a window and without one; in float32, as PyTorch's grouped products have no float64 to be proved against."""
     from transformers import AutoConfig, AutoModelForCausalLM

@@ -136,8 +136,6 @@ def _memory(node: Node) -> int | None:
     value = node.meta.get("val")
     if not isinstance(value, Tensor) or value.layout != torch.strided:
         return None
-    while torch._C._functorch.is_functorch_wrapped_tensor(value):  # of vmap
-        value = torch._C._functorch.get_unwrapped(value)
     return int(node.meta.get("memory", value.untyped_storage()._cdata))
 
 

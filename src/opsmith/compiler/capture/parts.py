@@ -1,9 +1,9 @@
-"""A graph with checkpointed layers or sharded values: each such stretch, and each between them, is a graph of its own.
+"""A graph of checkpointed layers, sharded values, transforms: each such stretch, and each between, is one of its own.
 
 Activation checkpointing keeps a layer's inputs only, and computes the layer once more for the gradients. Dynamo writes
 it as a call that takes the layer's graph, for a compiler that puts PyTorch's dispatcher to work on all of it. Here
 PyTorch's own function makes that call, random numbers repeated, on what has become of the layer. What computes with
-DTensors runs as it is.
+DTensors runs as it is, and so does what torch.func transforms (`vmap`, `grad`): its calls are not recorded as such.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
 
 
 def by_parts(gm: fx.GraphModule, examples: Sequence[Any], compile_graph: Compile) -> Run:
-    """Compile Dynamo's graph, or, where it has checkpointed layers or sharded values, each of its parts."""
+    """Compile Dynamo's graph, or, where stretches of it are graphs of their own, each of its parts."""
     numbers = _numbers(gm.graph)
     if not any(numbers.values()):
         return compile_graph(gm, examples)
@@ -37,11 +37,11 @@ def by_parts(gm: fx.GraphModule, examples: Sequence[Any], compile_graph: Compile
     values = dict(zip(split.graph.find_nodes(op="placeholder"), examples, strict=True))
     for call in split.graph.find_nodes(op="call_module"):
         part: Any = split.get_submodule(call.target)
-        if any(map(on_shards, part.graph.nodes)):
+        layers = part.graph.find_nodes(op="call_function", target=_CHECKPOINT)
+        if not layers and int(call.target.removeprefix("submod_")) % 2:
             continue
         inputs = part.graph.find_nodes(op="placeholder")
         given = [values.get(a, p.meta.get("example_value")) for a, p in zip(call.args, inputs, strict=True)]
-        layers = part.graph.find_nodes(op="call_function", target=_CHECKPOINT)
         run = _checkpointed(part, layers[0], given, compile_graph) if layers else compile_graph(part, given)
         split.set_submodule(call.target, _Part(run))
     return split.forward
@@ -56,25 +56,26 @@ class _Part(nn.Module):
 
 
 def _numbers(graph: fx.Graph) -> dict[Node, int]:
-    """Of each node, the part that it goes to: odd ones are a checkpointed layer or what computes with DTensors, 0 all
-    there is where there is neither.
-    """
+    """Of each node, the part that it goes to: odd ones are a checkpointed layer or run as they are; 0 if all is one."""
     numbers: dict[Node, int] = {}
-    last = 0
+    last = depth = 0
     node: Any
     for node in graph.nodes:
-        if node.target is _CHECKPOINT:
+        name = getattr(node.target, "__name__", "")
+        depth += name.endswith("_increment_nesting")
+        if depth or on_shards(node):
+            last += 1 - last % 2
+            numbers[node] = last
+        elif node.target is _CHECKPOINT:
             last += last % 2
             numbers[node] = last + 1
             last += 2
-        elif on_shards(node):
-            last += 1 - last % 2
-            numbers[node] = last
         elif node.target is operator.getitem and node.args[0].target is _CHECKPOINT:
             numbers[node] = numbers[node.args[0]]  # parts hand over tensors only
         else:
             last += last % 2
             numbers[node] = last
+        depth -= name.endswith("_decrement_nesting")
     return numbers
 
 

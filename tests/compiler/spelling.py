@@ -185,6 +185,21 @@ def _attn_slopes(q: Any, k: Any, v: Any, slopes: Any, m: Any) -> Any:
     return torch.bmm(scores.softmax(-1).view(b * h, n, n), fold[2]).view(b, h, n, d)
 
 
+def _attn_no_heads(q: Any, k: Any, v: Any) -> Any:
+    """A head that stands alone, as in many a first transformer."""
+    n = q.shape[1]
+    scores = q @ k.transpose(-2, -1) * q.shape[-1] ** -0.5
+    return scores.masked_fill(torch.tril(torch.ones(n, n)) == 0, float("-inf")).softmax(-1) @ v
+
+
+def _attn_module(q: Any, k: Any, v: Any, m: Any) -> Any:
+    """As `nn.MultiheadAttention` computes it, unless it is told that nobody needs the weights."""
+    n, b, _ = q.shape
+    q, k, v = (t.reshape(n, b * 3, 8).transpose(0, 1) for t in (q, k, v))
+    weights = torch.baddbmm(m, q * math.sqrt(1 / 8), k.transpose(-2, -1)).softmax(-1)
+    return torch.bmm(weights, v).transpose(0, 1).reshape(n * b, 24)
+
+
 def _attn_cached(q: Any, k: Any, v: Any) -> Any:
     """Queries with heads behind tokens, keys as a cache has them, copied for each of the queries' heads."""
     b, h, n, d = k.shape
@@ -294,6 +309,8 @@ SPELLINGS: list[tuple[str, str, Callable[..., Any], tuple[Any, ...]]] = [
     ("attention", "where", _attn_where, (_Q, _Q, _Q, "mask")),
     ("attention", "tril", _attn_tril, (_Q, _Q, _Q)),
     ("attention", "positions", _attn_positions, ((2, 6, N), (2, 6, N), (2, 6, N), "mask")),
+    ("attention", "no heads", _attn_no_heads, ((2, 6, 8),) * 3),
+    ("attention", "module", _attn_module, ((6, 2, N), (6, 2, N), (6, 2, N), (1, 6, 6))),
     ("attention", "clipped", _attn_clipped, (_Q, _Q, _Q)),
     ("attention", "slopes", _attn_slopes, (_Q, _Q, _Q, (3,), (2, 1, 6, 6))),
     ("attention", "one head", _attn_cached, ((2, 6, 3, 8), (2, 1, 6, 8), (2, 1, 6, 8))),

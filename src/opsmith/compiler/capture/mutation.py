@@ -133,10 +133,9 @@ def localize(graph: fx.Graph) -> None:
 
 def _memory(node: Node) -> int | None:
     """A number for the memory behind a node's value: that of its fake storage, unless it was made a value here."""
-    value = node.meta.get("val")
-    if not isinstance(value, Tensor) or value.layout != torch.strided:
-        return None
-    return int(node.meta.get("memory", value.untyped_storage()._cdata))
+    value: Any = node.meta.get("val")
+    strided = isinstance(value, Tensor) and value.layout == torch.strided
+    return int(node.meta.get("memory", value.untyped_storage()._cdata)) if strided else None
 
 
 # Whose schemas do not say that they update the running statistics, in training.

@@ -147,8 +147,10 @@ class Matcher:
             return env
         if p.name == "permute" and self._may_permute(p, t):
             # The variable takes the permutation that remains. Where the model keeps a matrix the other way round (a
-            # Conv1D), it is the transpose.
-            return self._poly(p.args[0], permute(self.space.from_atom(t), inverse(p.attrs)), env)
+            # Conv1D), it is the transpose. Batch and heads may be one axis.
+            lacks = len(p.attrs) - len(t.shape)
+            perm = inverse(tuple(i - lacks for i in p.attrs[lacks:]))
+            return self._poly(p.args[0], permute(self.space.from_atom(t), perm), env)
         if p.name != t.name or len(p.args) != len(t.args) or p.leaf is not None:
             return self._fail(env, p, t)
         if p.name == "join":
@@ -241,7 +243,7 @@ class Matcher:
     def _may_permute(self, p: Atom, t: Atom) -> bool:
         """True for a permutation, and for a matrix that need not reach the operator in the layout of other inputs."""
         if t.name == "permute":
-            return len(t.attrs) == len(p.attrs)
+            return len(t.attrs) == len(p.attrs) or (p.attrs[0] == 0 and len(t.attrs) == len(p.attrs) - 1)
         name, aligned = _variable(p.args[0].atom), self.template.pattern.recognition.aligned
         return name is not None and name not in aligned and len(t.shape) == len(p.attrs) == 2
 

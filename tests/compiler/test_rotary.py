@@ -123,6 +123,24 @@ def _inputs(shapes: tuple[Any, ...]) -> list[torch.Tensor]:
     return [torch.randn(shape, generator=generator) for shape in shapes]
 
 
+def _of_sections(angles: Any) -> tuple[Any, Any]:
+    """Tables of positions in time, height and width, as Qwen2-VL puts them together, once for all layers."""
+    halves = (torch.cat([m[i] for i, m in enumerate(t.split([1, 1, 2], -1))], -1) for t in _angles(angles))
+    cos, sin = (torch.cat((half, half), -1) for half in halves)
+    return cos, sin
+
+
+def test_tables_in_sections_are_shared_by_layers() -> None:
+    def layers(x: Any, y: Any, angles: Any) -> Any:
+        cos, sin = (t.unsqueeze(1) for t in _of_sections(angles))
+        return _rotated(x, cos, sin), _rotated(y, cos, sin)
+
+    found, got, want = found_in(layers, _inputs((_X, _X, (3, 2, 7, 4))), True)
+    assert [s.card.name for s in found.apart] == ["rope", "rope"], [str(m) for m in found.misses]
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 @pytest.mark.parametrize("case", SPELLINGS, ids=lambda c: c[0].__name__.strip("_"))
 def test_every_spelling_is_found(case: tuple[Any, Any, dict[str, Any]], dynamic: bool) -> None:

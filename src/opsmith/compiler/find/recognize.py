@@ -104,12 +104,21 @@ class _Finder:
             site = self._site(node)
             if site is not None:
                 result.sites.append(site)
-                self.consumed |= site.region
+                self.consumed |= self._explained(site)
         result.sites.reverse()
         result.misses = self._misses(result.sites)
         result.apart = [replace(site) for site in result.sites]  # growing changes the sites themselves
         result.sites = grow(result.sites, self.cards, self._disturbed)
         return result
+
+    @staticmethod
+    def _explained(site: Site) -> set[Node]:
+        """What a site makes of its main input; other sites may share the rest, as all layers a rotation's tables."""
+        explained = {site.root, *next(filter(None, (set(nodes_in(v)) for v in site.arguments.values())))}
+        for node in sorted(site.region):
+            if not explained.isdisjoint(node.all_input_nodes):
+                explained.add(node)
+        return explained & site.region
 
     def _site(self, root: Node) -> Site | None:
         """The site at a root. Where a root that is alike was read before, the reading that was right there is tried.
@@ -169,11 +178,12 @@ class _Finder:
         for template in self.templates:
             for cut in [()] if template.cut is None else candidates:
                 yield Reading(template, cut, window)
-        # A norm whose weight the model computes (Nemotron keeps it less one) takes that as it is.
-        vectors = [n for n in region if n is not root and len(shape_of(n)) == 1]
-        for template in self.templates if vectors else ():
+        # A norm whose weight the model computes (Nemotron keeps it less one) takes that as it is; so does a rotation a
+        # table that is put together for positions of several kinds (Qwen2-VL's in time, height and width).
+        whole = [n for n in region if n is not root and (len(shape_of(n)) == 1 or _of_many(n))]
+        for template in self.templates if whole else ():
             for cut in candidates if template.cut is not None else ():
-                yield Reading(template, (*cut, *vectors), window)
+                yield Reading(template, (*cut, *whole), window)
         # Products of operands that are taken as they are: a scale on them belongs to what computed it. Attention has
         # two in its scores, each of which may be a norm; written out, the keys are transposed first.
         products = [n for n in (root, *root.all_input_nodes) if n in region and op_name(n) in LEFT_OPERAND]
@@ -345,6 +355,10 @@ def _is_written_out(root: Node, reading: Reading) -> bool:
     """True where enough calls stand between the input and the root to be an operator that came out otherwise."""
     whole = reading.template.cut is None
     return whole or len(between(root, reading.cut[:1], MIN_COMPOSITE)) >= MIN_COMPOSITE
+
+
+def _of_many(node: Node) -> bool:
+    return op_name(node) == "aten::cat" and len(node.args[0]) > 2  # type: ignore[arg-type]
 
 
 def _size(term: Poly) -> int:

@@ -131,3 +131,9 @@ def _gated(
 def test_a_sigmoid_alone_is_no_near_miss(part: int) -> None:
     found = _recognize(lambda *values: _gated(*values)[part], inputs(((3, 8), (3, 8), (3, 8), (8, 8))), False)
     assert [str(m) for m in found.misses] == []
+
+
+@pytest.mark.parametrize("product", [torch.matmul, lambda a, b: torch.einsum("bhld,bhdm->bhlm", a, b)])
+def test_a_product_of_batches_is_no_near_miss_of_a_layer(product: Any) -> None:
+    found = _recognize(product, inputs(((2, 3, 5, 8), (2, 3, 8, 4))), False)
+    assert [str(m) for m in found.misses] == []

@@ -117,16 +117,15 @@ class Matcher:
             if bound is None:
                 return None
             env = bound
-        elif not math.isclose(pc, tc, rel_tol=RTOL):
-            if len(pm.factors) == len(tm.factors) and (pm.expo is None) == (tm.expo is None):
-                self._fail(env, f"the coefficient {pc:.6g} of {show(self.space._poly({pm: pc}))}", term)
-            return None
+        same = hole is not None or math.isclose(pc, tc, rel_tol=RTOL)
         if (pm.expo is None) != (tm.expo is None) or len(pm.factors) != len(tm.factors):
-            near = self.level or _functions(pm) & _functions(tm)  # else another thing altogether
+            near = same and (self.level or _functions(pm) & _functions(tm))  # else another thing altogether
             return self._fail(env, self.space._poly({pm: pc}), term) if near else None
         # What is known already first: where that is not among the factors, the others need no look.
         todo = sorted(pm.factors, key=lambda f: 1 if f[0].leaf is None else 2 * (_variable(f[0]) not in env))
         found = _paired(self._factor, todo, tm.factors, env)
+        if found is not None and not same:
+            return self._fail(found, f"the coefficient {pc:.6g} of {show(self.space._poly({pm: pc}))}", term)
         if found is None or pm.expo is None or tm.expo is None:
             return found
         with self._deeper():
@@ -145,6 +144,8 @@ class Matcher:
             return self._bind(env, p.leaf.name, self.space.from_atom(t), t)
         if p is t:
             return env
+        if p.name == "permute" and len(t.shape) > len(p.attrs):
+            return None  # a product of batches is no layer
         if p.name == "permute" and self._may_permute(p, t):
             # The variable takes the permutation that remains. Where the model keeps a matrix the other way round (a
             # Conv1D), it is the transpose. Batch and heads may be one axis.

@@ -82,9 +82,11 @@ class Entry:
         capturing.parts.clear()
         if plain and (run := self.seen.get(key)) is not None:
             try:
-                return run(*args, **kwargs)
-            except torch._dynamo.exc.BackendCompilerFailed as failed:
-                if not isinstance(failed.inner_exception, _Forgotten):
+                # After a change of the model Dynamo captures here, without the settings for it: it must not succeed.
+                with torch._dynamo.error_on_graph_break(self.general and run is self.compiled):
+                    return run(*args, **kwargs)
+            except torch._dynamo.exc.TorchDynamoException as failed:
+                if not isinstance(getattr(failed, "inner_exception", _Forgotten()), _Forgotten):
                     raise
                 self.seen.clear()
         kind = (*what, *[tuple([n == 1 for n in t.shape]) for t in tensors])

@@ -146,9 +146,8 @@ class _Linear(Call):
         if not (compiling() or exporting()) and tensors and needs_grad(x, weight, bias):
             most = max(ROWS * weight.numel(), dispatch.limit << _LEARNING.get(x.dtype, 0))
             if x.numel() * weight.shape[0] <= most:
-                if (
-                    not self.node.loaded
-                ):  # the first call saves what others do: a checkpointed layer counts that
+                # The first call saves what others do: a checkpointed layer counts that.
+                if not self.node.loaded:
                     native(x, "linear_rows")
                 nodes.begin()
                 return self.node.call(*given)

@@ -196,6 +196,40 @@ def test_declared_sizes_that_the_reference_contradicts_are_found_before_a_kernel
 
 @pytest.mark.skipif(not find_compiler(), reason="there is no C++ compiler")
 @pytest.mark.skipif(kernels.INTERPRETED, reason="the interpreter has the CPU")
+def test_a_kernel_that_writes_outside_its_result_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not run amid other memory, where the process would end: by no check, of verify or of bench."""
+    past = {"double sum = 0;": "double sum = 0; y.as<T>()[rows * n + 1] = from_float<T>(1);"}
+    folder = normed_turn.write(tmp_path, "turn_past", cpu=past, backends=("cpu",))
+    said = "bounds of sample '1x2', float32: the kernel writes 4 bytes outside y, which is float32 (1, 2); "
+    for verb in ("verify", "bench"):
+        assert main([verb, str(folder), "--dtype", "float32"]) == 1
+        assert said in capsys.readouterr().err
+    from opsmith.proof.conduct import conduct
+
+    assert {finding.check for finding in conduct(project.load(folder).CARD, torch.float32)} == {"bounds"}
+
+
+@pytest.mark.skipif(not find_compiler(), reason="there is no C++ compiler")
+@pytest.mark.skipif(kernels.INTERPRETED, reason="the interpreter has the CPU")
+def test_gradients_in_another_order_than_the_kernel_writes_them_are_found(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "p.json").write_text(json.dumps(prototype("Crossed", {"x": "... N", "w": "N"}, "x * w")))
+    folder, _, _ = new.create(tmp_path / "p.json", tmp_path / "made", backends=("cpu",))
+    card = folder / "operator.py"
+    text = card.read_text()
+    card.write_text(text.replace('gradients=("x", "w")', 'gradients=("w", "x")'))
+    assert card.read_text() != text
+    assert main(["verify", str(folder), "--dtype", "float32"]) == 1
+    out, err = capsys.readouterr()
+    assert "checks failed" in err
+    assert re.search("backward, bounds of sample .* writes [0-9]+ bytes outside dw, which is", out)
+
+
+@pytest.mark.skipif(not find_compiler(), reason="there is no C++ compiler")
+@pytest.mark.skipif(kernels.INTERPRETED, reason="the interpreter has the CPU")
 def test_a_cost_that_raises_is_a_failure_of_the_card(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

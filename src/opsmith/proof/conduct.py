@@ -16,11 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from opsmith.call.arguments import short
 from opsmith.kernels import triton
-from opsmith.measure.pool import tensors_of
 from opsmith.operator import Implementation, Make, Operator, Sample
 from opsmith.proof.outs import outs
 from opsmith.proof.verify import (
@@ -31,6 +30,7 @@ from opsmith.proof.verify import (
     examine,
     finding_of,
     forward,
+    outside,
     with_leaves,
 )
 
@@ -46,10 +46,14 @@ def conduct(card: Operator, dtype: torch.dtype, device: str = "cpu") -> Iterator
     >>> all(finding.ok for finding in conduct(registry()["gelu"], torch.float32))
     True
     """
+    samples = list(card.samples(Make(dtype, device)))
+    for sample in (*samples, _largest(card, samples, dtype, device)):
+        if strays := outside(card, dtype, sample):
+            yield from strays
+            return
     yield from runs(card, dtype, device)
     yield from outs(card, dtype, device)
     check = partial(examine, card, short(dtype))
-    samples = list(card.samples(Make(dtype, device)))
     usual = next((s for s in samples if elements_of(s)), samples[0])
     yield from _in_the_dispatcher(card, usual, dtype)
     torch.compiler.reset()
@@ -153,13 +157,9 @@ class Recorder(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func.namespace in self.namespaces:
-            present = (
-                tuple(a is None for a in args),
-                tuple(sorted(k for k, v in kwargs.items() if v is not None)),
-            )
-            dtypes = tuple(t.dtype for t in tensors_of((args, kwargs)))
+            kinds = [v.dtype if isinstance(v, Tensor) else v is None for v in tree_leaves((args, kwargs))]
             copies = tree_map_only(Tensor, torch.clone, (args, kwargs))
-            self.calls.setdefault((func, present, dtypes), (func, *copies))
+            self.calls.setdefault((func, *kwargs, *kinds), (func, *copies))
         return func(*args, **kwargs)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from textwrap import shorten
@@ -15,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from opsmith.call.arguments import short
@@ -76,6 +78,9 @@ def verify(
     for dtype in dtypes or card.dtypes:
         for sample in card.samples(Make(dtype, device)):
             check = partial(examine, card, short(dtype), sample, calls=calls)
+            if strays := outside(card, dtype, sample):
+                yield from strays
+                return
             known: list[Known] = []  # every implementation is held to the same numbers
             try:
                 card.cost_of(sample)
@@ -149,6 +154,49 @@ def finding_of(
         why = shorten(f"raised {type(raised).__name__}: {raised}", 300)
     error = math.inf if why else 0.0
     return Finding(card.name, name, dtype, sample.name, elements_of(sample), check, not why, error, 0.0, why)
+
+
+def outside(card: Operator, dtype: torch.dtype, sample: Sample) -> list[Finding]:
+    """The kernels of a project that write outside their results: no check can run them, on memory that they spoil."""
+    if not hasattr(getattr(torch.ops, card.name), "forward"):
+        return []
+    calls = [partial(forward, one.fn) for one in card.candidates(*sample.args, **sample.kwargs)[0]]
+    calls += [partial(backward, card.function)] * card.differentiable
+    with _Guarded(card.name) as guarded, always_native():
+        for call in calls:
+            with suppress(Exception):  # which is for other checks to tell
+                call(sample.args, dict(sample.kwargs))
+    where = (short(dtype), sample.name, elements_of(sample), "bounds", False, math.inf)
+    return [Finding(card.name, kernel, *where, why=why) for kernel, why in guarded.found.items()]
+
+
+class _Guarded(TorchDispatchMode):
+    """Gives the kernels of a project results that lie in memory as large as all tensors of the call, on both sides."""
+
+    def __init__(self, namespace: str) -> None:
+        super().__init__()
+        self._namespace, self.found = namespace, dict[str, str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace != self._namespace:
+            return func(*args, **kwargs or {})
+        # Results are as far apart as they are aligned elsewhere: by 64 bytes.
+        around = sum(4096 + -(-t.nbytes // 64) * 64 for t in tensors_of((args, kwargs)))
+        inside, beside = dict(kwargs), dict[str, list[Tensor]]()
+        for name, t in kwargs.items():
+            if t is not None and t.is_contiguous():  # else the binding refuses it
+                memory = t.new_full((2 * around + t.nbytes,), 165, dtype=torch.uint8)
+                before, own, after = memory.split([around, t.nbytes, around])
+                inside[name], beside[name] = own.view(t.dtype).view(t.shape).copy_(t), [before, after]
+        func(*args, **inside)
+        for name, sides in beside.items():
+            t = kwargs[name].copy_(inside[name])
+            if count := sum(int((side != 165).sum()) for side in sides):
+                kernel = func._schema.name.rpartition("::")[2]
+                self.found[kernel] = (
+                    f"the kernel writes {count} bytes outside {name}, which is {short(t.dtype)} {tuple(t.shape)}; "
+                    "correct its loops, or the sizes and gradients that operator.py declares"
+                )
 
 
 def elements_of(sample: Sample) -> int:

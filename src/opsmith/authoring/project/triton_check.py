@@ -15,7 +15,6 @@ import torch
 from opsmith.kernels import triton
 from opsmith.kernels.triton import common
 from opsmith.kernels.triton.ahead import TARGETS, Ahead
-from opsmith.measure.pool import tensors_of
 from opsmith.operator import Make, Operator, Sample
 
 FEW = 3  # variants of a kernel for a GPU
@@ -25,16 +24,12 @@ def run(card: Operator, sample: Sample) -> str | None:
     """A call, forward and backward, and why it stopped. Nothing is computed, so what a kernel says of its inputs is no
     news."""
     from opsmith.call.dispatch import always_native
-    from opsmith.proof.verify import with_leaves
+    from opsmith.proof.verify import backward, forward
 
     call = (sample.args, dict(sample.kwargs))
-    args, kwargs, leaves = with_leaves(*call) if card.differentiable else (*call, [])
     try:
         with always_native():
-            outputs = [t for t in tensors_of(card.function(*args, **kwargs)) if t.requires_grad]
-            if outputs:
-                seeds = [torch.ones_like(t) for t in outputs]
-                torch.autograd.grad(outputs, leaves, seeds, allow_unused=True)
+            (backward if card.differentiable else forward)(card.function, *call)
             # What the function leaves to PyTorch, or to a sequence of kernels, may have a kernel of its own.
             for one in card.candidates(*call[0], **call[1])[0]:
                 if one.name == "triton":

@@ -3,7 +3,7 @@
 Activation checkpointing keeps a layer's inputs only, and computes the layer once more for the gradients. Dynamo writes
 it as a call that takes the layer's graph, for a compiler that puts PyTorch's dispatcher to work on all of it. Here
 PyTorch's own function makes that call, random numbers repeated, on what has become of the layer. What computes with
-DTensors runs as it is, and so does what torch.func transforms (`vmap`, `grad`): its calls are not recorded as such.
+DTensors runs as it is, and so does a mask that vmap computes: its calls are not recorded as such.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from itertools import takewhile
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 from torch.fx import Node
 from torch.fx.passes.split_module import split_module
 from torch.utils.checkpoint import checkpoint
@@ -58,12 +58,10 @@ class _Part(nn.Module):
 def _numbers(graph: fx.Graph) -> dict[Node, int]:
     """Of each node, the part that it goes to: odd ones are a checkpointed layer or run as they are; 0 if all is one."""
     numbers: dict[Node, int] = {}
-    last = depth = 0
+    last, apart = 0, _of_integers(graph)
     node: Any
     for node in graph.nodes:
-        name = getattr(node.target, "__name__", "")
-        depth += name.endswith("_increment_nesting")
-        if depth or on_shards(node):
+        if node in apart or on_shards(node):
             last += 1 - last % 2
             numbers[node] = last
         elif node.target is _CHECKPOINT:
@@ -75,8 +73,22 @@ def _numbers(graph: fx.Graph) -> dict[Node, int]:
         else:
             last += last % 2
             numbers[node] = last
-        depth -= name.endswith("_decrement_nesting")
     return numbers
+
+
+def _of_integers(graph: fx.Graph) -> set[Node]:
+    """What `torch.func` transforms, of integers: a mask by vmap. Nothing where other numbers are among it: a model may
+    compute these so for Dynamo alone, and slower (Mamba's scan). Such a graph is left, and the model goes its own way.
+    """
+    inside, depth = set(), 0
+    for node in graph.nodes:
+        name = getattr(node.target, "__name__", "")
+        depth += name.endswith("_increment_nesting")
+        if depth:
+            inside.add(node)
+        depth -= name.endswith("_decrement_nesting")
+    values = [node.meta.get("example_value") for node in inside]
+    return set() if any(isinstance(v, Tensor) and v.is_floating_point() for v in values) else inside
 
 
 def _checkpointed(part: fx.GraphModule, layer: Any, given: Sequence[Any], compile_graph: Compile) -> Run:

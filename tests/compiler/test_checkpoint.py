@@ -133,3 +133,22 @@ def test_a_choice_of_what_is_kept_is_the_callers() -> None:
     torch.testing.assert_close(_step(model, *inputs), _step(eager, *inputs), rtol=1e-4, atol=1e-4)
     assert torch.ops.aten.addmm.default in asked
     assert "layer_norm" in _operators(model)  # of what stands around the layers
+
+
+def test_what_a_hook_collects_breaks_no_checkpointed_layer() -> None:
+    """As transformers collects the logits of routers: a layer was left to eager, which no report said."""
+    model = Checkpointed()
+    collected: list[torch.Tensor] = []
+    for block in model.blocks:
+        block.register_forward_hook(lambda module, args, output: collected.append(output))
+    wanted = _step(model, ids(2, 6))
+    first = [t.detach() for t in collected[: len(model.blocks)]]
+    opsmith.optimize(model, config=UNTIMED)
+    collected.clear()
+    y, gradients = _step(model, ids(2, 6))
+    torch.testing.assert_close(y, wanted[0])
+    torch.testing.assert_close(gradients, wanted[1])
+    torch.testing.assert_close([t.detach() for t in collected], first)
+    whole = opsmith.optimize(Encoder(), config=UNTIMED)
+    _step(whole, ids(2, 6))
+    assert _operators(model) == _operators(whole)

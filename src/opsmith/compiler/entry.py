@@ -120,9 +120,8 @@ class Entry:
 
     def _what(self, values: Sequence[Any], names: Iterable[str], tensors: Sequence[Tensor]) -> Kind:
         """All that Dynamo captures anew for, but sizes."""
-        one = next(
-            self.model.parameters(), None
-        )  # all of them are cast, moved and frozen together, as a rule
+        # All parameters are cast, moved and frozen together, as a rule.
+        one = next(self.model.parameters(), None)
         return (
             torch.is_grad_enabled(),
             torch.is_inference_mode_enabled(),
@@ -281,6 +280,8 @@ def _capturing(general: bool, sure: bool, left: list[Exception], whole: bool) ->
             run_gc_after_compile=False,
             # Behind a break Dynamo begins at no frame of PyTorch's layers; with hooks set there, this fails in 2.13.
             nested_graph_breaks=whole,
+            # What a checkpointed layer notes, or a hook of it, is not noted again where it is computed again.
+            skip_fwd_side_effects_in_bwd_under_checkpoint=True,
             ignore_logger_methods=torch._dynamo.config.ignore_logger_methods | _said_once(),
         ),
         torch.fx.experimental._config.patch(  # type: ignore[attr-defined]

@@ -472,9 +472,8 @@ class PackedEmbedding(nn.Module):
             what = "bf16" if packed.order is None else "a weight whose inputs are ordered"
             raise ValueError(f"PackedEmbedding: rows of {what} cannot be read alone; keep the nn.Embedding")
         self.table, self.factor = packed, factor
-        self.register_buffer(
-            "like", torch.empty(0, dtype=dtype), persistent=False
-        )  # `.to` and `.half()` change it
+        # `.to` and `.half()` change it.
+        self.register_buffer("like", torch.empty(0, dtype=dtype), persistent=False)
 
     @property
     def dtype(self) -> torch.dtype:

@@ -342,9 +342,8 @@ class Code:
     def into(self, o: Output) -> None:
         """Compute an output where it is written from."""
         node, to = o.node, o.name
-        again = (
-            self.left[id(node)] > 1
-        )  # then it must be whole: instructions over tiles read the gaps between rows too
+        # Then it must be whole: instructions over tiles read the gaps between rows too.
+        again = self.left[id(node)] > 1
         whole = all(self.k.form(a) in (TILE, NUMBER) for a in node.args) and not node.kind.startswith(
             "rotate"
         )

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from opsmith.authoring import new, project
+from opsmith.authoring.project import checks
 from opsmith.cli import main
 from opsmith.kernels import nvcc, triton as kernels
 from opsmith.kernels.compiler import find_compiler
@@ -127,6 +128,7 @@ def test_the_command_prints_a_table_and_the_smallest_failing_case(
         "gradients",
         "values",
         "two runs",
+        "NaN",
         "threads",
         "opcheck",
         "torch.compile",
@@ -209,6 +211,33 @@ def test_a_kernel_that_writes_outside_its_result_is_named(
     from opsmith.proof.conduct import conduct
 
     assert {finding.check for finding in conduct(project.load(folder).CARD, torch.float32)} == {"bounds"}
+
+
+@pytest.mark.skipif(not find_compiler(), reason="there is no C++ compiler")
+@pytest.mark.skipif(kernels.INTERPRETED, reason="the interpreter has the CPU")
+def test_a_kernel_that_loses_a_nan_of_its_input_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    forgets = {
+        "sum += to_float(in[i]) * to_float(in[i]);": "sum += std::fmax(to_float(in[i]) * to_float(in[i]), 0);"
+    }
+    folder = normed_turn.write(tmp_path, "turn_nan", cpu=forgets, backends=("cpu",))
+    assert main(["verify", str(folder), "--dtype", "float32"]) == 1
+    said = (
+        "1 of [0-9]+ checks failed; .* turn_nan native, NaN of sample '64x256', float32: a NaN in tensor 0 of"
+    )
+    assert re.search(said, capsys.readouterr().err)
+
+
+@pytest.mark.skipif(kernels.INTERPRETED, reason="the interpreter is asked for")
+def test_the_extremes_of_rows_that_are_generated_for_triton_keep_nan(tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    described = prototype("ExtremesOfRows", {"x": "... N"}, {"y": "x - max(x)", "z": "x - min(x)"})
+    (tmp_path / "p.json").write_text(json.dumps(described))
+    folder, _, _ = new.create(tmp_path / "p.json", tmp_path / "made", backends=("triton",))
+    found = checks.interpreted(folder, [torch.float32])
+    assert [finding.ok for finding in found if finding.check == "NaN"] == [True]
+    assert [str(finding) for finding in found if not finding.ok] == []
 
 
 @pytest.mark.skipif(not find_compiler(), reason="there is no C++ compiler")

@@ -30,6 +30,7 @@ from opsmith.compiler.reasons import one_line
 from opsmith.compiler.session import Session
 from opsmith.compiler.warmup import Warmup, check
 from opsmith.measure.pages import Read
+from opsmith.measure.pool import tensors_of
 from opsmith.ops.packed_linear.formats import CHOICES
 from opsmith.ops.packed_linear.module import PackedLinear
 
@@ -287,12 +288,7 @@ def _calls(example_inputs: Any) -> list[Call]:
             )
         calls.append(call)
     # The largest first: the graph that it is captured as serves a batch of one too, and not the other way round.
-    return sorted(calls, key=_elements, reverse=True)
-
-
-def _elements(call: Call) -> int:
-    values = (*call[0], *call[1].values())
-    return sum(v.numel() for v in values if isinstance(v, Tensor))
+    return sorted(calls, key=lambda call: sum(t.numel() for t in tensors_of(call)), reverse=True)
 
 
 def _cast(model: nn.Module, dtype: torch.dtype, before: dict[str, Tensor]) -> None:

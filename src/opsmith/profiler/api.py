@@ -95,7 +95,8 @@ def profile(
     args, kwargs = call
     result = _fresh(name or getattr(model, "__name__", type(model).__name__))
     result.optimized = isinstance(getattr(model, "opsmith", None), Session)
-    roofs = Roofs(_device(model, args, kwargs))
+    own = list(model.parameters())[:1] if isinstance(model, nn.Module) else []
+    roofs = Roofs(device_of((*own, *args, *kwargs.values())).type)
     roofs.measure(_dtypes(model))
     for one in names:
         try:
@@ -235,11 +236,6 @@ def _fill(found: Phase, shaped: Watched, runs: list[Watched], guides: list[CallS
     middle = sorted(runs, key=lambda r: r.seconds)[len(runs) // 2]
     found.events = attribution.events(middle)
     found.chains = chains.chains(found.rows, guides)
-
-
-def _device(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    own = list(model.parameters())[:1] if isinstance(model, nn.Module) else []
-    return device_of((*own, *args, *kwargs.values())).type
 
 
 def _dtypes(*models: Any, phases: Iterable[Phase] = ()) -> list[str]:

@@ -11,15 +11,17 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import count, takewhile
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from opsmith.call.arguments import short
 from opsmith.kernels import triton
+from opsmith.measure.pool import tensors_of
 from opsmith.operator import Implementation, Make, Operator, Sample
 from opsmith.proof.outs import outs
 from opsmith.proof.verify import (
@@ -68,11 +70,13 @@ def conduct(card: Operator, dtype: torch.dtype, device: str = "cpu") -> Iterator
 def runs(card: Operator, dtype: torch.dtype, device: str = "cpu") -> Iterator[Finding]:
     """The checks of `conduct` that run kernels again: twice, and on one thread or all, or program against program."""
     samples = list(card.samples(Make(dtype, device)))
-    large = _largest(card, samples, dtype, device)
+    large, most = _largest(card, samples, dtype, device), max(samples, key=elements_of)
     for implementation in card.candidates(*large.args, **large.kwargs)[0]:
         if implementation.fn is card.eager:
             continue
-        yield _twice(card, implementation, large, dtype)
+        for what, sample, wrong in (("two runs", large, _twice), ("NaN", most, _loses_nan)):
+            said = partial(wrong, card, implementation, sample)
+            yield finding_of(card, implementation.name, short(dtype), sample, what, said)
         if implementation.name == "triton" and triton.INTERPRETED:
             yield from _races(card, implementation, samples, dtype)
         elif device == "cpu":
@@ -90,16 +94,27 @@ def _largest(card: Operator, samples: list[Sample], dtype: torch.dtype, device: 
     )
 
 
-def _twice(card: Operator, implementation: Implementation, sample: Sample, dtype: torch.dtype) -> Finding:
+def _twice(card: Operator, implementation: Implementation, sample: Sample) -> str:
     """Two runs give the same bits, or the card says that they may not."""
+    one, other = (forward(implementation.fn, sample.args, sample.kwargs) for _ in range(2))
+    if all(torch.equal(a, b) for a, b in zip(one, other, strict=True)) or not implementation.repeatable:
+        return ""
+    return "two runs on the same inputs differ; if they may, say Implementation(..., repeatable=False)"
 
-    def differs() -> str:
-        one, other = (forward(implementation.fn, sample.args, sample.kwargs) for _ in range(2))
-        if all(torch.equal(a, b) for a, b in zip(one, other, strict=True)) or not implementation.repeatable:
-            return ""
-        return "two runs on the same inputs differ; where that is meant, say Implementation(..., repeatable=False)"
 
-    return finding_of(card, implementation.name, short(dtype), sample, "two runs", differs)
+def _loses_nan(card: Operator, implementation: Implementation, sample: Sample) -> str:
+    """Which tensor's NaN, as its first and last element, makes other results NaN than it makes those of eager."""
+    inputs = (sample.args, dict(sample.kwargs))
+    for at, t in enumerate(tensors_of(inputs)):
+        planted = t.detach().clone(memory_format=torch.contiguous_format)
+        if t.is_floating_point():
+            planted.view(-1)[:: max(t.numel() - 1, 1)] = math.nan
+        args, kwargs = tree_map(lambda v, t=t, planted=planted: planted if v is t else v, inputs)
+        if card.domain is None or card.domain(*args, **kwargs):
+            got, expected = (forward(fn, args, kwargs) for fn in (implementation.fn, card.eager))
+            if not all(torch.equal(a.isnan(), b.isnan()) for a, b in zip(got, expected, strict=True)):
+                return f"a NaN in tensor {at} of the call makes other results NaN than the reference's"
+    return ""
 
 
 def _on_threads(fn: Callable[..., Any], args: Any, kwargs: Any) -> list[Tensor]:
@@ -110,14 +125,9 @@ def _on_threads(fn: Callable[..., Any], args: Any, kwargs: Any) -> list[Tensor]:
         alone = forward(fn, args, kwargs)
     finally:
         torch.set_num_threads(threads)
-    farthest, worst, count, end = alone, 0.0, 0, time.monotonic() + _SECONDS
-    while count < _RUNS or time.monotonic() < end:
-        run = forward(fn, args, kwargs)
-        distance = max(_distance(a, b) for a, b in zip(run, alone, strict=True))
-        if distance > worst:
-            farthest, worst = run, distance
-        count += 1
-    return farthest
+    end = time.monotonic() + _SECONDS
+    runs = takewhile(lambda done: done < _RUNS or time.monotonic() < end, count())
+    return max((forward(fn, args, kwargs) for _ in runs), key=lambda run: max(map(_distance, run, alone)))
 
 
 def _distance(a: Tensor, b: Tensor) -> float:
@@ -152,9 +162,7 @@ class Recorder(TorchDispatchMode):
         self.namespaces = namespaces
         self.calls: dict[Any, tuple[Any, tuple[Any, ...], dict[str, Any]]] = {}
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func.namespace in self.namespaces:
             kinds = [v.dtype if isinstance(v, Tensor) else v is None for v in tree_leaves((args, kwargs))]

@@ -192,8 +192,7 @@ class _Guarded(TorchDispatchMode):
         for name, sides in beside.items():
             t = kwargs[name].copy_(inside[name])
             if count := sum(int((side != 165).sum()) for side in sides):
-                kernel = func._schema.name.rpartition("::")[2]
-                self.found[kernel] = (
+                self.found[func._schema.name.rpartition("::")[2]] = (
                     f"the kernel writes {count} bytes outside {name}, which is {short(t.dtype)} {tuple(t.shape)}; "
                     "correct its loops, or the sizes and gradients that operator.py declares"
                 )

@@ -13,7 +13,7 @@ from opsmith.authoring.lower.plan import COLUMN, ROW, Output, Statistic
 _FUNCTIONS = {name: f"tl.{name}" for name in ("exp", "log", "sqrt", "erf", "abs", "where")}
 _FUNCTIONS |= {"max": "larger", "min": "smaller"}
 _HELPERS = [
-    *("larger", "smaller", "rsqrt", "sigmoid", "tanh", "silu", "gelu", "gelu_tanh"),
+    *("larger", "smaller", "row_extreme", "rsqrt", "sigmoid", "tanh", "silu", "gelu", "gelu_tanh"),
     *("silu_slope", "gelu_slope", "gelu_tanh_slope", "parts_of", "add_parts"),
 ]
 _TYPES = {"float32": "tl.float32", "bfloat16": "tl.bfloat16", "float16": "tl.float16"}
@@ -211,8 +211,7 @@ def _total(text: str) -> str:
 
 
 def _extreme(kind: str, text: str) -> str:
-    worst = '-float("inf")' if kind == "max" else 'float("inf")'
-    return f"tl.{kind}(tl.where(mask, {text}, {worst}), 1)[:, None]"
+    return f"row_extreme({text}, mask, {1.0 if kind == 'max' else -1.0})[:, None]"
 
 
 def _bracketed(text: str) -> str:

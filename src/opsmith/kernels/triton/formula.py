@@ -22,6 +22,13 @@ def smaller(a, b):
 
 
 @inner
+def row_extreme(v, mask, sign):
+    """The largest of each row, with sign -1 the smallest; NaN where it has one, which Triton's own passes over."""
+    top = tl.max(tl.where(mask, sign * v, -float("inf")), 1)
+    return sign * top + tl.sum(tl.where(mask & (v != v), v, 0.0), 1)
+
+
+@inner
 def rsqrt(x):
     return 1.0 / tl.sqrt(x)
 

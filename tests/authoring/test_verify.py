@@ -296,3 +296,56 @@ def test_opcheck_and_gradcheck_look_at_the_projects_own_entries(turned: Callable
     with Recorder(card.name) as recorder:
         card.function(torch.randn(3, 8), torch.randn(8), torch.randn(8))
     assert {call[0]._schema.name for call in recorder.calls.values()} == {"turn_cpu_::forward"}
+
+
+IDS = """import torch
+from opsmith.authoring import project
+from opsmith.authoring.project import function
+from opsmith.operator import Cost, Sample
+
+KERNELS = project.kernels(
+    __file__,
+    "rows_by_ids",
+    inputs={"table": "V N", "ids": "B"},
+    outputs={"y": "B N"},
+    dtypes=("float32 int64 float32",),
+)
+
+
+def reference(table: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    return 2 * table[ids]
+
+
+def samples(make):
+    yield Sample("7x33", (make(7, 33), make.ids(5, high=7)))
+
+
+CARD = function.card(
+    KERNELS, reference, kind="embedding", cost=lambda table, ids: Cost(0.0, table.nbytes), samples=samples
+)
+"""
+BY_IDS = """#include "formula.h"
+
+namespace rows_by_ids {
+using namespace opsmith;
+void forward(View table, View ids, View y) {
+  const int64_t n = table.sizes[1];
+  for (int64_t i = 0; i < ids.sizes[0] * n; ++i) {
+    y.as<float>()[i] = FACTOR * table.as<float>()[ids.as<int64_t>()[i / n] * n + i % n];
+  }
+}
+}  // namespace rows_by_ids
+"""
+
+
+@pytest.mark.skipif(not find_compiler(), reason="there is no C++ compiler")
+@pytest.mark.skipif(kernels.INTERPRETED, reason="the interpreter has the CPU")
+def test_a_kernel_that_is_given_ids_is_run_and_held(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cpu = tmp_path / "kernels" / "cpu"
+    cpu.mkdir(parents=True)
+    (tmp_path / "operator.py").write_text(IDS)
+    (cpu / "rows_by_ids.cpp").write_text(BY_IDS.replace("FACTOR", "3"))
+    assert main(["verify", str(tmp_path), "--quick"]) == 1
+    assert "rows_by_ids native, values of sample '7x33'" in capsys.readouterr().err

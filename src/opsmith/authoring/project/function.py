@@ -25,6 +25,7 @@ from opsmith.call.dispatch import compiling, transformed
 from opsmith.call.forms import in_order
 from opsmith.call.overlap import refuse_overlap
 from opsmith.call.run import Call
+from opsmith.call.signature import IN_KERNELS
 from opsmith.kernels import triton
 from opsmith.measure.pool import tensors_of
 from opsmith.operator import (
@@ -153,7 +154,7 @@ class ProjectCall(Call):
         self.floating = tuple(any(c[i].is_floating_point for c in self.columns) for i in range(self.read))
         # What the binding takes is then what `native_dtypes` does, and results have the first input's dtype.
         self.direct = all(
-            set(c) <= {*_NATIVE, torch.float64} and {*c[self.read :]} == {c[0]} for c in self.columns
+            set(c) <= {*IN_KERNELS, torch.float64} and {*c[self.read :]} == {c[0]} for c in self.columns
         )
 
     def form(self, to: Callable[..., Any], *, out: bool = False) -> Callable[..., Any]:
@@ -268,7 +269,7 @@ class ProjectCall(Call):
     def native_dtypes(self, tensors: Sequence[Tensor]) -> bool:
         """Whether the kernels take these dtypes; else the reference does."""
         dtypes = self.dtypes(tensors)
-        return dtypes in self.columns and all(d in _NATIVE for d in dtypes)
+        return dtypes in self.columns and all(d in IN_KERNELS for d in dtypes)
 
     def supports(self, backend: str, values: tuple[Any, ...]) -> Supports:
         """True where this back end can run a call, else the reason why not."""
@@ -276,7 +277,7 @@ class ProjectCall(Call):
             given = self.taken_in(values)
             self.check(given)
             if not self.native_dtypes(given[: self.read]):
-                return f"the kernels take float32, bfloat16 and float16, not {short(given[0].dtype)}"
+                return f"the kernels take no {', '.join(short(t.dtype) for t in given[: self.read])}"
         except (TypeError, ValueError) as wrong:
             return str(wrong)
         return self.kernels.offers(backend)
@@ -299,6 +300,3 @@ class ProjectCall(Call):
         devices = {"cpu": ("native", "cpu"), "triton": ("triton", triton.DEVICE), "cuda": ("cuda", "cuda")}
         devices |= {one.name: (one.name, one.device) for one in backends.installed().values()}
         return [on(b, *devices[b]) for b in self.kernels.backends()]
-
-
-_NATIVE = (torch.float32, torch.bfloat16, torch.float16, torch.bool)

@@ -47,6 +47,7 @@ class Matcher:
 
     space: Space
     template: Template
+    main: Node | None = None  # what the template's first variable is, where a reading says that
     mismatch: Mismatch = field(default_factory=Mismatch)
     level: int = 0  # how deep in the pattern the matching stands: a failure further in came closer
     # The pattern's blocks of the last axis: the term's.
@@ -57,9 +58,9 @@ class Matcher:
         return self._poly(self.template.term, term, dict(known or {}))
 
     def _fail(self, env: Binding, expected: Poly | Atom | str, got: Poly | Atom) -> Binding | None:
-        """No binding; the mismatch is kept where it came closest."""
+        """No binding; the mismatch is kept where it came closest, and where the main input has a say in it."""
         score = 4 * len(env) + self.level
-        if score > self.mismatch.score:
+        if score > self.mismatch.score and (self.main is None or mentions(got, self.main)):
             self.mismatch = Mismatch(score, expected, got, got)
         return None
 
@@ -79,6 +80,8 @@ class Matcher:
             isinstance(bound, float) and isinstance(value, float) and math.isclose(bound, value, rel_tol=RTOL)
         )
         if not same:
+            if name == self.template.cut and not self.level:
+                return None  # another value than the main input, altogether
             text = show(bound) if isinstance(bound, Poly) else f"{bound:g}"
             return self._fail(env, f"{name} = {text} again", at)
         return env

@@ -24,7 +24,7 @@ from opsmith.compiler.algebra.terms import Atom, Poly, Space
 from opsmith.compiler.algebra.views import inverse
 from opsmith.compiler.capture.mutation import effects
 from opsmith.compiler.find.growth import grow
-from opsmith.compiler.find.match import Binding, Matcher, Mismatch, mentions
+from opsmith.compiler.find.match import Binding, Matcher, Mismatch
 from opsmith.compiler.find.operands import (
     Made,
     materialize,
@@ -208,7 +208,7 @@ class _Finder:
         # A matmul whose operand lacks its transpose is read all the same, so that it can be reported.
         if not template.term.names - {"permute"} <= term.names:
             return None
-        matcher = Matcher(self.space, template)
+        matcher = Matcher(self.space, template, next(iter(reading.cut), None))
         known: Binding = {} if template.cut is None else {template.cut: canon(reading.cut[0])}
         binding = matcher.match(term, known)
         problem = matcher.mismatch
@@ -217,8 +217,6 @@ class _Finder:
             if isinstance(outcome, Site):
                 return outcome
             problem = Mismatch(4 * len(binding) + 100, *outcome)
-        elif reading.cut and not mentions(problem.at, reading.cut[0]):
-            return None  # they part where the main input has no say: something else altogether
         return problem if problem.score >= 0 and _is_written_out(root, reading) else None
 
     def _bind(

@@ -1,4 +1,4 @@
-"""A graph of checkpointed layers, sharded values, transforms: each such stretch, and each between, is one of its own.
+"""A graph with checkpointed layers, sharded values or masks by vmap: such a stretch, and what is between, by itself.
 
 Activation checkpointing keeps a layer's inputs only, and computes the layer once more for the gradients. Dynamo writes
 it as a call that takes the layer's graph, for a compiler that puts PyTorch's dispatcher to work on all of it. Here

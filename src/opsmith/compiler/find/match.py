@@ -60,7 +60,7 @@ class Matcher:
     def _fail(self, env: Binding, expected: Poly | Atom | str, got: Poly | Atom) -> Binding | None:
         """No binding; the mismatch is kept where it came closest, and where the main input has a say in it."""
         score = 4 * len(env) + self.level
-        if score > self.mismatch.score and (self.main is None or mentions(got, self.main)):
+        if score > self.mismatch.score and (self.main is None or _mentions(got, self.main)):
             self.mismatch = Mismatch(score, expected, got, got)
         return None
 
@@ -295,7 +295,7 @@ def _whole(atom: Atom) -> str | None:
     return _variable(atom)
 
 
-def mentions(term: Poly | Atom | Node | None, node: Node) -> bool:
+def _mentions(term: Poly | Atom | Node | None, node: Node) -> bool:
     """True where `node` stands within a term, other than in a product of matrices: that is another value."""
     todo: list[Any] = [term]
     seen: set[Any] = set()

@@ -122,9 +122,11 @@ def write(file: Path, architecture: str, formats: tuple[str, ...] = FORMATS) -> 
     for key, value in values(architecture).items():
         add = {float: writer.add_float32, str: writer.add_string}.get(type(value), writer.add_uint32)
         add(key, value)
-    # What tokenizers leave, which a model needs nothing of but these two numbers.
+    # A tokenizer that loads.
     writer.add_tokenizer_model("gpt2")
-    writer.add_token_list([f"token {i}" for i in range(TOKENS)])
+    writer.add_token_list(["t", "o", "to", *(f"token {i}" for i in range(3, TOKENS))])
+    writer.add_token_scores([0.0] * TOKENS)
+    writer.add_token_merges(["t o"])
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
     writer.add_pad_token_id(0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import warnings
 from collections.abc import Iterator
@@ -28,7 +29,8 @@ def quiet() -> Iterator[None]:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:
-        yield
+        with contextlib.redirect_stderr(io.StringIO()):  # the bar of GGUF files asks nobody
+            yield
     finally:
         logging.set_verbosity(verbosity)
         if bar:

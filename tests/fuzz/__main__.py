@@ -63,7 +63,10 @@ def fuzz(kind: str, cases: int, minutes: float, seed: int) -> dict[str, Any]:
             if over():
                 break
             try:
-                database = DirectoryBasedExampleDatabase(kept / fuzzer.name)
+                # What failed in this run is not tried again in it, and is not found to fail three times.
+                database = (
+                    None if failures[fuzzer.name] else DirectoryBasedExampleDatabase(kept / fuzzer.name)
+                )
                 fuzzer.run(min(TURN, each - fuzzer.seen), seed + turn, database=database)
             except Exception as error:
                 failures[fuzzer.name] += failures_of(error)

@@ -209,10 +209,9 @@ def at_once(card: Operator) -> Run:
             return values_of(fn, sample)
 
         def one(_: int) -> list[torch.Tensor]:
-            with always_native():
-                return values_of(fn, sample)
+            return values_of(fn, sample)
 
-        with ThreadPoolExecutor(THREADS) as pool:
+        with always_native(), ThreadPoolExecutor(THREADS) as pool:  # which is set for all threads
             first, *others = pool.map(one, range(THREADS))
         promised = card.domain is None or card.domain(*sample.args, **sample.kwargs)
         if promised and all(i.repeatable for i in card.implementations):

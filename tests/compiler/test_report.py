@@ -30,7 +30,8 @@ def _large() -> Report:
     layers = [QuantizedLayer(f"layer.{i}", "int8", "left", why=f"reason {i % 40}") for i in range(300)]
     packed = [QuantizedLayer(f"packed.{i}", "int8", "packed", 0.01) for i in range(300)]
     slower = [f"eager runs at {i}×9: as it was timed" for i in range(50)]
-    return Report(graphs, [*layers, *packed], slower=slower, advice=["one thing", "another"])
+    breaks = [f"model.py:{i}: Data-dependent branching" for i in range(50)]
+    return Report(graphs, [*layers, *packed], slower=slower, advice=["one thing", "another"], breaks=breaks)
 
 
 def test_thirty_lines_say_the_most_of_any_model() -> None:
@@ -70,7 +71,7 @@ def test_details_and_json_are_complete() -> None:
         assert site.why in text
     unpacked = [f"not quantized: {layer}" for layer in report.quantized if not layer.of_few_bits]
     assert len(unpacked) == 300
-    for line in (*report.misses, *report.quantized_lines, *unpacked, *report.slower):
+    for line in (*report.misses, *report.quantized_lines, *unpacked, *report.slower, *report.breaks):
         assert line in text
     data = json.loads(json.dumps(report.to_dict()))
     assert sum(len(graph["sites"]) for graph in data["graphs"]) == 900
@@ -151,3 +152,9 @@ def test_layers_whose_graphs_are_apart_are_all_counted() -> None:
         model(torch.randn(2, 5, 64))  # the same parts, at other sizes
     assert len(model.opsmith.report.graphs) >= 6
     assert model.opsmith.report.found == {"rms_norm": 3, "linear": 3}
+    code = Breaking.forward.__code__
+    [said] = model.opsmith.report.breaks
+    assert said == f"test_report.py:{code.co_firstlineno + 2}: branching on the value of a TensorVariable()"
+    for text in (str(model.opsmith.report), model.opsmith.report.details()):
+        assert f"the graph breaks at {said}" in text.splitlines()
+        assert "next: nothing is found across a break" in text

@@ -46,6 +46,7 @@ class Report:
     advice: list[str] = field(default_factory=list)  # what its session would do next
     paged: int = 0  # layers of attention that are served from pages
     mixtures: list[str] = field(default_factory=list)  # of experts: who computes them
+    breaks: list[str] = field(default_factory=list)  # the lines at which PyTorch ends a graph, and why
 
     @property
     def sites(self) -> list[SiteReport]:
@@ -142,6 +143,7 @@ class Report:
         for graph in self.graphs:
             lines += [f"graph of {graph.nodes} operations: {graph.left or f'{len(graph.sites)} sites'}"]
             lines += [f"  {site}" for site in graph.sites]
+        lines += [f"the graph breaks at {line}" for line in self.breaks]
         lines += [f"near miss: {line}" for line in self.misses]
         return "\n".join([*lines, *self.slower, *self.hints()])
 
@@ -166,6 +168,10 @@ class Report:
             lines.append(
                 "a near miss that was meant to be the operator becomes one where it is written as expected"
             )
+        if self.breaks:
+            lines.append(
+                "nothing is found across a break of the graph: docs/guide/faq.md says what breaks it"
+            )
         if any(g.fault for g in self.graphs):
             lines.append(
                 "a graph that could not be studied is a fault of opsmith: please report it with the line above"
@@ -189,6 +195,7 @@ class Report:
         latent = ((1, f"mla {m.name}: {m.why}") for m in self.latent if m.status == "rolled back")
         lines += _few("rolled back: ", latent)
         lines += _few("left as it was: ", ((g.left, f"{g.what}: {g.left}") for g in self.graphs if g.left))
+        lines += _few("the graph breaks at ", ((line.partition(": ")[2], line) for line in self.breaks))
         lines += _few("", ((line, line) for line in self.slower))
         seen = {str(m): (m.operator, m.where) for g in self.graphs for m in g.misses}
         lines += _few("near miss: ", ((key, line) for line, key in seen.items()))

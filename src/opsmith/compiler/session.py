@@ -7,6 +7,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -97,6 +98,7 @@ class Session:
         self.mixtures = Mixtures()
         self.paged = Paged(config)
         self.before: dict[str, Tensor] | None = None  # tensors as they were before a change of dtype
+        self.breaks: dict[str, str] = {}  # by the line at which a graph ends, why
         self.skipped: list[str] = []  # sizes that the budget was too small to warm up
         self.unpacked = 0  # bytes of weights in linear layers that are not packed
         self.dtypes: set[torch.dtype] = set()  # of the weights of linear layers that stay the model's
@@ -107,7 +109,11 @@ class Session:
 
     def backend(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Dynamo's call: one captured graph in, one callable out."""
-        run = self._whole(gm, example_inputs)
+        run, ended = self._whole(gm, example_inputs), getattr(gm, "compile_subgraph_reason", None)
+        if ended is not None and ended.graph_break:
+            at = ended.user_stack[-1]
+            why = ended.reason.partition("\n")[0].replace("generic_jump", "branching on the value of a")
+            self.breaks.setdefault(f"{Path(at.filename).name}:{at.lineno}", why)
         if self.capturing.general:
             # What is captured behind a break could not be captured anew: the model has run up to there.
             self.capturing.general = torch.fx.experimental._config.backed_size_oblivious = False
@@ -228,6 +234,7 @@ class Session:
             self._advice(),
             0 if self.paged.why else len(self.paged.windows),
             self.mixtures.lines(),
+            [f"{where}: {why}" for where, why in self.breaks.items()],
         )
 
     def _advice(self) -> list[str]:

@@ -149,6 +149,12 @@ def _attn_fill(q: Any, k: Any, v: Any, m: Any) -> Any:
     return (q @ k.transpose(-1, -2) * 0.5).masked_fill(~m, float("-inf")).softmax(-1) @ v
 
 
+def _attn_divided(q: Any, k: Any, v: Any, m: Any) -> Any:
+    """CodeGen's: what hides a key is divided too."""
+    hidden = torch.where(m, 0.0, torch.finfo(q.dtype).min)
+    return torch.softmax((q @ k.transpose(-2, -1) + hidden) / math.sqrt(8), dim=-1) @ v
+
+
 def _attn_where(q: Any, k: Any, v: Any, m: Any) -> Any:
     scores = torch.where(m, q @ k.transpose(-1, -2) * 0.5, torch.finfo(q.dtype).min)
     return scores.softmax(-1) @ v
@@ -307,6 +313,7 @@ SPELLINGS: list[tuple[str, str, Callable[..., Any], tuple[Any, ...]]] = [
     ("attention", "additive", _attn_additive, (_Q, _Q, _Q, (2, 1, 6, 6))),
     ("attention", "masked_fill", _attn_fill, (_Q, _Q, _Q, "mask")),
     ("attention", "where", _attn_where, (_Q, _Q, _Q, "mask")),
+    ("attention", "mask before the division", _attn_divided, (_Q, _Q, _Q, "mask")),
     ("attention", "tril", _attn_tril, (_Q, _Q, _Q)),
     ("attention", "positions", _attn_positions, ((2, 6, N), (2, 6, N), (2, 6, N), "mask")),
     ("attention", "no heads", _attn_no_heads, ((2, 6, 8),) * 3),

@@ -79,6 +79,18 @@ def test_a_near_miss_is_named_where_it_came_closest() -> None:
     assert miss.node.startswith("matmul")
 
 
+def test_attention_whose_heads_are_joined_is_no_near_miss_of_a_layer() -> None:
+    """Views alone stand behind what was found: there is no product there that could be a layer's."""
+
+    def joined(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        weights = torch.softmax(q @ k.transpose(-1, -2) * 0.3, -1)
+        return (weights @ v).transpose(1, 2).reshape(2, 6, 24)
+
+    found = _recognize(joined, [*torch.randn(3, 2, 3, 6, 8)], False)
+    assert [s.card.name for s in found.sites] == ["attention"]
+    assert [str(m) for m in found.misses] == []
+
+
 def test_a_number_that_a_norm_is_multiplied_by_is_no_norm_of_another_kind() -> None:
     """As T5 has it before an output layer that shares the embedding's weight."""
 

@@ -98,6 +98,25 @@ def _deinterleaved(x: Any, angles: Any) -> Any:
     return _hugging_face(x.view(b, h, n, d // 2, 2).transpose(4, 3).reshape(b, h, n, d), angles)
 
 
+def _back(x: Any, angles: Any) -> Any:
+    """By minus the angle, as nanochat does, on halves."""
+    cos, sin = (t[:, None] for t in _angles(angles))
+    first, second = x.chunk(2, -1)
+    return torch.cat((first * cos + second * sin, first * (-sin) + second * cos), -1)
+
+
+def _back_by_columns(x: Any, angles: Any) -> Any:
+    """The same as transformers has it."""
+    cos, sin = (t.unsqueeze(1) for t in _angles(torch.cat((angles, angles), -1)))
+    first, second = x.chunk(2, -1)
+    return x * cos + torch.cat((second, -first), -1) * sin
+
+
+def _back_given(x: Any, cos: Any, sin: Any) -> Any:
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    return x * cos + torch.cat((x[..., 4:], -x[..., :4]), dim=-1) * sin
+
+
 def _given(x: Any, cos: Any, sin: Any) -> Any:
     return _rotated(x, cos.unsqueeze(1), sin.unsqueeze(1))
 
@@ -115,6 +134,9 @@ SPELLINGS: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = [
     (_partial, (_X, _ANGLES), {"rotary_dim": 4}),
     (_deinterleaved, (_X, _ANGLES), {}),
     (_given, (_X, _TABLE, _TABLE), {}),
+    (_back, (_X, _ANGLES), {}),
+    (_back_by_columns, (_X, _ANGLES), {}),
+    (_back_given, (_X, _TABLE, _TABLE), {}),
 ]
 
 
@@ -149,6 +171,23 @@ def test_every_spelling_is_found(case: tuple[Any, Any, dict[str, Any]], dynamic:
     (site,) = found.sites
     assert site.card.name == "rope", [str(m) for m in found.misses]
     assert {k: v for k, v in site.arguments.items() if k not in ("x", "cos", "sin")} == options
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+
+
+def test_what_only_moves_a_rotation_is_no_near_miss() -> None:
+    """CodeGen's: tables by position, a part of each head, and the heads put first."""
+
+    def moved(x: Any, table: Any, positions: Any) -> Any:
+        cos, sin = (t[:, :, None].repeat_interleave(2, -1) for t in table[positions].chunk(2, -1))
+        part = x[..., :4]
+        turned = torch.stack((-part[..., 1::2], part[..., ::2]), dim=-1).flatten(-2)
+        return torch.cat((part * cos + turned * sin, x[..., 4:]), -1).permute(0, 2, 1, 3)
+
+    found, got, want = found_in(
+        moved, [*_inputs(((2, 7, 3, 8), (9, 4))), torch.arange(14).view(2, 7) % 9], True
+    )
+    assert [s.card.name for s in found.apart] == ["embedding", "rope"]
+    assert [str(m) for m in found.misses] == []
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
 
 

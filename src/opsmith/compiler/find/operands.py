@@ -27,6 +27,7 @@ class Made:
 
 Operand = Node | Made
 _FILLED = torch.ops.aten.where.Scalar
+_FILLS = ("fill", "keep")
 
 
 def nodes_in(value: Any) -> Iterator[Node]:
@@ -63,9 +64,7 @@ def materialize(poly: Poly, canon: Canon, root: Node) -> Operand | None:
     atom = poly.atom
     if atom is None:
         return _sum(poly, canon, root)
-    if isinstance(atom.leaf, Node):
-        return atom.leaf
-    return _made(atom, canon, root)
+    return atom.leaf if isinstance(atom.leaf, Node) else _made(atom, canon, root)
 
 
 def _first(nodes: list[Node], root: Node) -> Node:
@@ -87,10 +86,10 @@ def _sum(poly: Poly, canon: Canon, root: Node) -> Operand | None:
         term, part = max(computed, key=lambda c: len(c[0].terms), default=(poly, None))
         if part is None:
             mono, coef = next(iter(left.items()))
-            if mono.atom is None or coef != 1:
+            if mono.atom is None or (coef != 1 and mono.atom.name not in _FILLS):
                 return None
-            term = canon.space.from_atom(mono.atom)
-            part = _made(mono.atom, canon, root)
+            term = canon.space.from_atom(mono.atom) * coef
+            part = _made(mono.atom, canon, root, coef)
         if part is None:
             return None
         left = {m: c for m, c in left.items() if m not in dict(term.terms)}
@@ -119,7 +118,7 @@ def _summands(
             yield term, operand
 
 
-def _made(atom: Atom, canon: Canon, root: Node) -> Operand | None:
+def _made(atom: Atom, canon: Canon, root: Node, times: float = 1.0) -> Operand | None:
     inner = materialize(atom.args[0], canon, root) if atom.args else None
     if inner is None:
         return None
@@ -131,8 +130,8 @@ def _made(atom: Atom, canon: Canon, root: Node) -> Operand | None:
                 return Made(torch.ops.aten.unsqueeze.default, (inner, i), atom.shape)
     if atom.name == "not":
         return Made(torch.ops.aten.logical_not.default, (inner,), atom.shape)
-    if atom.name in ("fill", "keep"):
-        fill = atom.attrs[0] if atom.attrs else float("-inf")
+    if atom.name in _FILLS:
+        fill = times * (atom.attrs[0] if atom.attrs else float("-inf"))
         return Made(_FILLED, (inner, 0.0, fill), atom.shape)
     return None
 

@@ -209,8 +209,7 @@ class _Finder:
         if not template.term.names - {"permute"} <= term.names:
             return None
         matcher = Matcher(self.space, template, next(iter(reading.cut), None))
-        known: Binding = {} if template.cut is None else {template.cut: canon(reading.cut[0])}
-        binding = matcher.match(term, known)
+        binding = matcher.match(term, None if template.cut is None else {template.cut: canon(reading.cut[0])})
         problem = matcher.mismatch
         if binding is not None:
             outcome = self._bind(template, canon, root, binding, after)
@@ -305,7 +304,7 @@ class _Finder:
     def _misses(self, sites: list[Site]) -> list[Miss]:
         """The near misses that stand outside every site: of what stands together the one that came closest.
 
-        What moves an operator's result about is no second one of its kind, and neither is a number it is multiplied by.
+        What moves an operator's result about is no second operator, and neither is a number it is multiplied by.
         """
         found = {site.root: site.card for site in sites}
         misses: list[Miss] = []
@@ -322,6 +321,7 @@ class _Finder:
             at = _node_at(problem.at, canon) or root
             covered.update(region)
             small = template.cut is not None and len(region) < MIN_COMPOSITE
+            small |= all(getattr(n.target, "is_view", False) or op_name(n) in _COPIES for n in region)
             if small or any(found.get(s) is template.card for n in region for s in n.all_input_nodes):
                 continue
             misses.append(
@@ -347,6 +347,9 @@ _Outcome = tuple[tuple[int, int] | None, int, list[int]]
 def _known(patterns: tuple[Pattern, ...]) -> dict[int | None, _Outcome | None]:
     """What came of roots by the form of their window: of all graphs of a process that are read by the same patterns."""
     return {}
+
+
+_COPIES = ("aten::clone", "aten::cat", "aten::_unsafe_view", "aten::reshape")
 
 
 def _is_written_out(root: Node, reading: Reading) -> bool:

@@ -48,6 +48,11 @@ def _wide(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((turned, rest), -1) if rest.shape[-1] else turned
 
 
+def _back(turn: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """By minus the angle (nanochat)."""
+    return lambda x, cos, sin: turn(x, cos, -sin)
+
+
 def _pattern(
     name: str,
     fn: Callable[..., Tensor],
@@ -86,5 +91,7 @@ PATTERNS = (
         converted={"x": _neighbors_apart},
     ),
     _pattern("rope(x, cos, sin), a column each", _wide, 6, 6, 3),
+    _pattern("rope(x, cos, sin), halves, back", _back(_halves), 6, 3, 3, {"sin": torch.neg}),
+    _pattern("rope(x, cos, sin), a column each, back", _back(_wide), 6, 6, 3, {"sin": torch.neg}),
     _pattern("rope(x, cos, sin), a column each, partial", _wide, 11, 6, 3),
 )

@@ -2,6 +2,8 @@
 
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -86,6 +88,16 @@ def test_every_public_name_is_on_a_page(name: str) -> None:
     assert any(
         re.search(rf"\bopsmith\.{name}\b|from opsmith import .*\b{name}\b", p.read_text()) for p in pages
     )
+
+
+def test_a_public_name_needs_no_import_of_its_own() -> None:
+    """As pages write it: `opsmith.authoring.load(...)` in a process that has imported opsmith and no more."""
+    told = subprocess.run(
+        [sys.executable, "-c", "import opsmith; print(opsmith.authoring.load.__module__)"],
+        capture_output=True,
+        text=True,
+    )
+    assert told.stdout.strip().startswith("opsmith.authoring"), told.stderr
 
 
 def test_every_variable_has_its_answer() -> None:

@@ -1,7 +1,7 @@
 """opsmith: fused operators for language models, and the compiler that puts them to use.
 
 The public face: `optimize`, `load`, `save`, `restore`, `keep_input_guards`, `Config`, `Plan`, `PagedCache`, `evaluate`,
-`Evaluation`, `profile`, `Profile`, `Operator`, `operator`, and the library in `opsmith.ops`.
+`Evaluation`, `profile`, `Profile`, `Operator`, `operator`, `authoring`, and the library in `opsmith.ops`.
 Names are imported when they are first used, so that the command line starts without loading PyTorch. transformers
 learns of opsmith's attention when opsmith is imported after it, and when such a name is used for the first time.
 """
@@ -15,7 +15,7 @@ from opsmith.decoding import register
 from opsmith.version import VERSION
 
 if TYPE_CHECKING:
-    from opsmith import operator as operator, ops as ops
+    from opsmith import authoring as authoring, operator as operator, ops as ops
     from opsmith.checkpoints import load as load, save as save
     from opsmith.compiler import (
         Config as Config,
@@ -44,6 +44,7 @@ _HOMES = {
     "profile": "opsmith.profiler",
     "Operator": "opsmith.operator",
     "operator": "opsmith.operator",  # the module, which is callable: `@opsmith.operator(...)`
+    "authoring": "opsmith.authoring",
     "ops": "opsmith.ops",
 }
 
@@ -58,6 +59,6 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'opsmith' has no attribute {name!r}")
     module = importlib.import_module(_HOMES[name])
     register()
-    value = module if name in ("ops", "operator") else getattr(module, name)
+    value = module if name in ("ops", "operator", "authoring") else getattr(module, name)
     globals()[name] = value
     return value

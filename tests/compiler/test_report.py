@@ -133,6 +133,13 @@ def test_what_to_do_next() -> None:
     assert "next: " not in str(model.opsmith.report)
 
 
+def test_a_site_in_layers_of_pytorchs_alone_is_named_by_its_layer() -> None:
+    model = nn.Sequential(nn.LayerNorm(64), nn.TransformerEncoderLayer(64, 4, 128, batch_first=True)).eval()
+    opsmith.optimize(model, numbers(2, 5, 64), config=UNTIMED)
+    where = {site.operator: site.where for site in model.opsmith.report.sites}
+    assert where == {"layer_norm": "(1.norm2)", "linear": "(1.linear2)", "attention": "(1.self_attn)"}
+
+
 class Breaking(nn.Module):
     """A layer in which the model's graph breaks."""
 

@@ -63,9 +63,12 @@ class Site:
 
 
 def where(node: Node) -> str:
-    """The model's source line of a node, as `file.py:12`, or an empty string."""
-    lines = re.findall(r'File "(?:.*/)?(.*)", line (\d+)', node.stack_trace or "")
-    return "({}:{})".format(*lines[-1]) if lines else ""
+    """The model's source line of a node, as `file.py:12`; in layers of PyTorch's alone, the layer; or an empty string."""
+    # Behind our own frame, in which a model is called.
+    below = (node.stack_trace or "").rpartition("opsmith/compiler/entry.py")[2]
+    lines = re.findall(r'File "(?:.*/)?(.*)", line (\d+)', below)
+    layers = [name.partition(".")[2] for name, _ in node.meta.get("nn_module_stack", {}).values()]
+    return "({}:{})".format(*lines[-1]) if lines else f"({layers[-1]})" if layers else ""
 
 
 def cuts(root: Node, region: Iterable[Node]) -> list[Node]:

@@ -51,15 +51,14 @@ def _pairs_apart(config: Any, name: str, rows: Tensor) -> Tensor:
     return rows.view(heads, -1, 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
 
 
-def _less_one(config: Any, name: str, rows: Tensor) -> Tensor:
-    """The weight of a norm, which the file has with the one that the model adds."""
-    return rows - 1 if name.endswith("norm.weight") else rows
-
-
 # What a file's architecture does to the rows of its tensors.
 _ROWS: dict[str, Callable[[Any, str, Tensor], Tensor]] = {
     "llama": _pairs_apart,
-    **dict.fromkeys(("gemma2", "gemma3", "nemotron"), _less_one),
+    **dict.fromkeys(
+        ("gemma2", "gemma3", "nemotron"),
+        # The weight of a norm, which the file has with the one that the model adds.
+        lambda _, name, rows: rows - 1 if name.endswith("norm.weight") else rows,
+    ),
     **dict.fromkeys(
         ("qwen2", "qwen3", "qwen2moe", "qwen3moe", "phi3", "starcoder2", "stablelm", "gpt-oss"),
         lambda _, name, rows: rows,

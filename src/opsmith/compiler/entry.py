@@ -241,11 +241,6 @@ class _Forgotten(Exception):
     """Dynamo captures again what it had captured, as after torch.compiler.reset(), and without the settings for it."""
 
 
-def _said_once() -> set[Callable[..., Any]]:
-    """A logger's methods that say each message once, as transformers adds them: at a message a graph would break."""
-    return {method for method in vars(logging.Logger).values() if hasattr(method, "cache_info")}
-
-
 @contextmanager
 def _capturing(general: bool, sure: bool, left: list[Exception], whole: bool) -> Iterator[None]:
     """The settings under which a graph is captured.
@@ -269,6 +264,8 @@ def _capturing(general: bool, sure: bool, left: list[Exception], whole: bool) ->
     def begins(_: CallbackArgs) -> None:
         show("capturing the model")
 
+    # A logger's methods that say each message once, as transformers adds them: at a message a graph would break.
+    said_once = {method for method in vars(logging.Logger).values() if hasattr(method, "cache_info")}
     with (
         measure.no_collection(),
         torch._dynamo.error_on_graph_break(sure),
@@ -282,7 +279,7 @@ def _capturing(general: bool, sure: bool, left: list[Exception], whole: bool) ->
             nested_graph_breaks=whole,
             # What a checkpointed layer notes, or a hook of it, is not noted again where it is computed again.
             skip_fwd_side_effects_in_bwd_under_checkpoint=True,
-            ignore_logger_methods=torch._dynamo.config.ignore_logger_methods | _said_once(),
+            ignore_logger_methods=torch._dynamo.config.ignore_logger_methods | said_once,
         ),
         torch.fx.experimental._config.patch(  # type: ignore[attr-defined]
             use_duck_shape=False, backed_size_oblivious=general

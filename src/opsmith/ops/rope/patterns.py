@@ -35,11 +35,6 @@ def _neighbors_to_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
 
 
-def _neighbors_apart(x: Tensor) -> Tensor:
-    """The first ones of all pairs of neighbors, then the second ones."""
-    return x.view(*x.shape[:-1], -1, 2).transpose(-1, -2).flatten(-2)
-
-
 def _wide(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Halves, with a column of cos and sin for every column that is rotated, whatever stands in them."""
     turned, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
@@ -88,7 +83,8 @@ PATTERNS = (
         6,
         3,
         3,
-        converted={"x": _neighbors_apart},
+        # The first ones of all pairs of neighbors, then the second ones.
+        converted={"x": lambda x: x.view(*x.shape[:-1], -1, 2).transpose(-1, -2).flatten(-2)},
     ),
     _pattern("rope(x, cos, sin), a column each", _wide, 6, 6, 3),
     _pattern("rope(x, cos, sin), halves, back", _back(_halves), 6, 3, 3, {"sin": torch.neg}),

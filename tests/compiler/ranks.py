@@ -28,12 +28,24 @@ def tokens(model: Any) -> Any:
     ).tolist()
 
 
-def work(folder: str) -> dict[str, Any]:
-    """Load a model in parts, optimize it, generate; then the same in int8, and with a rank that dies."""
+def in_parts(folder: str) -> Any:
+    """A model as transformers spreads it."""
     from transformers import AutoModelForCausalLM
+    from transformers.distributed import DistributedConfig
 
-    model = AutoModelForCausalLM.from_pretrained(folder, tp_plan="auto").eval()
-    found: dict[str, Any] = {"eager": tokens(model)}
+    spread = DistributedConfig(tp_plan="auto")
+    return AutoModelForCausalLM.from_pretrained(folder, distributed_config=spread).eval()
+
+
+def work(folder: str, latent: str) -> dict[str, Any]:
+    """Load a model in parts, optimize it, generate; then the same in int8, and with a rank that dies.
+
+    Before it, one of latent attention and experts.
+    """
+    model = opsmith.optimize(in_parts(latent), {"input_ids": IDS}, config=opsmith.Config(tune=False))
+    found: dict[str, Any] = {"latent": tokens(model), "latent report": str(model.opsmith.report)}
+    model = in_parts(folder)
+    found["eager"] = tokens(model)
     try:
         opsmith.optimize(model, budget=5)
     except ValueError as error:
@@ -46,6 +58,7 @@ def work(folder: str) -> dict[str, Any]:
     found["choices"] = [(s.site, s.implementation) for shape in shapes for s in shape.steps]
     found["used"] = [shape.used for shape in shapes]
     found["report"] = str(model.opsmith.report)
+    found["late"] = late(folder)
     found["sums"] = sum(
         "all_reduce" in str(node.target)
         for graph in model.opsmith.graphs
@@ -65,6 +78,23 @@ def work(folder: str) -> dict[str, Any]:
     except RuntimeError as error:
         found["alone"] = str(error)
     return found
+
+
+def late(folder: str) -> dict[str, Any]:
+    """A model that is spread after `optimize`, which knew nothing of ranks: what it says, and its report."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+    from transformers import AutoModelForCausalLM
+
+    model = opsmith.optimize(AutoModelForCausalLM.from_pretrained(folder).eval())
+    plan = {"layers.*.mlp.up_proj": ColwiseParallel(), "layers.*.mlp.gate_proj": ColwiseParallel()}
+    mesh = init_device_mesh("cpu", (2,))
+    parallelize_module(model.model, mesh, {**plan, "layers.*.mlp.down_proj": RowwiseParallel()})
+    return {
+        "tokens": tokens(model),
+        "plan": len(model.opsmith.plan.shapes),
+        "report": str(model.opsmith.report),
+    }
 
 
 def learned(folder: str, ours: bool) -> dict[str, Any]:
@@ -92,14 +122,20 @@ def learned(folder: str, ours: bool) -> dict[str, Any]:
 
 
 def tiers() -> dict[str, Any]:
-    """What ranks of other kernels are told."""
+    """What ranks of other kernels are told, and which ranks share a model that has meshes of one and two dimensions."""
     from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, distribute_tensor
 
+    both = init_device_mesh("cpu", (1, 2), mesh_dim_names=("gathered", "spread"))
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2, bias=False), torch.nn.Linear(2, 2, bias=False))
+    for layer, mesh in zip(model, (both["gathered"], both), strict=True):
+        layer.weight = torch.nn.Parameter(distribute_tensor(layer.weight, mesh, [Replicate()] * mesh.ndim))
+    found: dict[str, Any] = {"together": Ranks.of(model).gather(dist.get_rank())}
     try:
         Ranks(init_device_mesh("cpu", (2,))).check({})
     except ValueError as error:
-        return {"error": str(error)}
-    return {}
+        found["error"] = str(error)
+    return found
 
 
 def main() -> None:

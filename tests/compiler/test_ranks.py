@@ -19,16 +19,18 @@ import opsmith
 from opsmith.kernels import isa
 from tests.compiler.models import llama
 from tests.compiler.ranks import tokens
+from tests.compiler.test_latent import deepseek
 
 transformers = pytest.importorskip("transformers")
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small Llama on disk."""
+    """A small Llama on disk, and in a folder of it a DeepSeek-V2."""
     torch.manual_seed(0)
     place = tmp_path_factory.mktemp("sharded")
     llama().save_pretrained(place)
+    deepseek("V2").save_pretrained(place / "latent")
     return place
 
 
@@ -58,8 +60,17 @@ def ranks(*arguments: str, second: dict[str, str]) -> list[dict[str, Any]]:
 
 def test_a_sharded_model_says_what_it_said_and_its_ranks_choose_alike(folder: Path) -> None:
     alone = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
-    first, second = ranks(str(folder), second={})
+    latent = transformers.AutoModelForCausalLM.from_pretrained(folder / "latent").eval()
+    first, second = ranks(str(folder), str(folder / "latent"), second={})
     for found in (first, second):
+        assert found["late"]["tokens"] == tokens(alone)
+        assert (
+            "its weights were spread over ranks after optimize; optimize it again" in found["late"]["report"]
+        )
+        assert found["late"]["plan"] == 0  # nothing that one of them chose
+        assert found["latent"] == tokens(latent)
+        assert "experts: 1 mixtures in one kernel each" in found["latent report"]
+        assert "self_attn: its weights are spread over ranks (and 1 more)" in found["latent report"]
         assert found["optimized"] == found["eager"] == found["restored"] == tokens(alone)
         assert "a sharded model takes no budget" in found["budget"]
         eager, ours = found["learned"]
@@ -83,6 +94,7 @@ def test_a_sharded_model_says_what_it_said_and_its_ranks_choose_alike(folder: Pa
 @pytest.mark.skipif(isa.tier() == "portable", reason="there is no lesser tier")
 def test_ranks_with_other_kernels_are_refused_on_all() -> None:
     for found in ranks(second={"OPSMITH_ISA": "portable"}):
+        assert found["together"] == [0, 1]
         assert f"rank 1 has kernels portable, rank 0 {isa.tier()}; OPSMITH_ISA" in found["error"]
 
 

@@ -137,7 +137,7 @@ def optimize(
         session.gathers(model)
         session.packing.adopt(model)
         taken = session.latent.find(model)
-        session.mixtures.take(model, settings.verify)
+        session.mixtures.take(model, settings.verify, ranks)
         model._compiled_call_impl = Entry(model, session).call
         model.__dict__["__deepcopy__"] = Copier(model, _like)
         if settings.quantize is not None:

@@ -47,6 +47,8 @@ _OTHER = (
     "a hook of a module was added or removed, or a method exchanged, after the model was captured: while it is so the "
     "model runs as it was; optimize it again with the hook in place"
 )
+_LEARNS = "weights that are spread over ranks learn in eager"
+_SPREAD = "its weights were spread over ranks after optimize; optimize it again, that they choose alike"
 _GATHERED = "fully_shard gathers weights for each call: only training is optimized"
 _MUCH = 1 << 26  # bytes of weights that are more than what caches hold
 
@@ -123,8 +125,8 @@ class Session:
     def _whole(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         if not any(map(is_sharded, example_inputs)):
             return by_parts(gm, example_inputs, self._graph)
-        if torch.is_grad_enabled():
-            self.decline("weights that are spread over ranks learn in eager", len(gm.graph.nodes))
+        if torch.is_grad_enabled() or self.selector.ranks is None:
+            self.decline(_LEARNS if self.selector.ranks else _SPREAD, len(gm.graph.nodes))
             return gm.forward
         shards = Shards(gm, example_inputs)
         run = by_parts(shards.graph, shards.added(example_inputs), self._graph)

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from opsmith.call.dispatch import is_sharded
@@ -25,7 +26,8 @@ class Ranks:
     def of(cls, model: nn.Module) -> Ranks | None:
         """Those of a model; None for one that this process has all of."""
         weights: Iterable[Any] = model.parameters()
-        return next((cls(w.device_mesh) for w in weights if is_sharded(w)), None)
+        meshes = [w.device_mesh for w in weights if is_sharded(w)]  # of some dimensions, or of all
+        return cls(max(meshes, key=lambda mesh: mesh.size())) if meshes else None
 
     def gather(self, value: Any) -> list[Any]:
         """What each rank gave, as JSON."""
@@ -37,8 +39,6 @@ class Ranks:
         return values
 
     def _exchange(self, text: bytes, group: Any) -> list[bytes]:
-        import torch.distributed as dist
-
         size = dist.get_world_size(group)
         lengths = [torch.zeros(1, dtype=torch.int64, device=self._device) for _ in range(size)]
         dist.all_gather(lengths, torch.full_like(lengths[0], len(text)), group=group)
@@ -55,14 +55,14 @@ class Ranks:
             ValueError: for other kernels, versions or settings than the first rank's.
         """
         ours = {"kernels": isa.tier(), "torch": torch.__version__, "opsmith": VERSION, **what}
-        first, *others = self.gather(ours)
-        for rank, theirs in enumerate(others, 1):
+        (rank, first), *others = self.gather([dist.get_rank(), ours])
+        for other, theirs in others:
             for name, value in theirs.items():
                 if value != first[name]:
                     hint = "; OPSMITH_ISA set to the lesser of them serves all" * (name == "kernels")
                     raise ValueError(
-                        f"optimize: all ranks of a sharded model must choose alike, and rank {rank} has "
-                        f"{name} {value}, rank 0 {first[name]}{hint}"
+                        f"optimize: all ranks of a sharded model must choose alike, and rank {other} has "
+                        f"{name} {value}, rank {rank} {first[name]}{hint}"
                     )
 
 

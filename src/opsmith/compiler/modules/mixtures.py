@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from opsmith import decoding
+from opsmith.call.dispatch import is_sharded
+from opsmith.compiler.choose.ranks import Ranks
 from opsmith.compiler.modules.linear_layers import layer_of
 from opsmith.compiler.modules.stand_in import StandIn
 from opsmith.operator import Tolerance
@@ -33,7 +35,7 @@ class Mixtures:
         self._taken = 0
         self._left: dict[str, int] = {}
 
-    def take(self, model: nn.Module, verify: bool) -> None:
+    def take(self, model: nn.Module, verify: bool, ranks: Ranks | None = None) -> None:
         """Have opsmith compute experts, where all that a configuration speaks for have its form, and it is proved."""
         found = [module for _, module in experts_of(model)]
         if not found:
@@ -46,9 +48,10 @@ class Mixtures:
             chosen = getattr(config, _CHOICE)
             if chosen not in _REPLACED:
                 continue
-            why = next(filter(None, (unlike(m, m.gate_up_proj.dtype) for m in its)), "")
-            if not why and verify:
-                why = next(filter(None, map(_wrong, its)), "")
+            whys = (unlike(m, m.gate_up_proj.dtype) or (_wrong(m) if verify else "") for m in its)
+            why = next(filter(None, whys), "")
+            if ranks is not None:
+                why = next(filter(None, ranks.gather(why)), "")
             if why:
                 self._left[why] = self._left.get(why, 0) + len(its)
                 continue
@@ -146,9 +149,10 @@ def _wrong(module: Any, packed: Any = None) -> str:
 
     if module.gate_up_proj.is_meta:
         return "their weights are on the device meta; optimize again once they have numbers"
-    count = min(_FEW, module.num_experts)
-    own, exact = (_some(module, packed, count, t) for t in (module.gate_up_proj.dtype, torch.float64))
-    like = own.gate_up_proj
+    own, exact = (_some(module, packed, t) for t in (module.gate_up_proj.dtype, torch.float64))
+    like, count = own.gate_up_proj, own.num_experts
+    if not count:
+        return ""  # all are other ranks'
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(_TOKENS, like.shape[1 if module.is_transposed else 2], generator=generator).to(like)
     ids = (torch.arange(_TOKENS) % count)[:, None].to(like.device)
@@ -161,16 +165,17 @@ def _wrong(module: Any, packed: Any = None) -> str:
     return "" if verdict.ok else f"in float64 they differ, {verdict.why}"
 
 
-def _some(module: Any, packed: Any, count: int, dtype: torch.dtype) -> Any:
-    """A stand-in with the first of a module's experts alone, or with what these are once they are packed."""
+def _some(module: Any, packed: Any, dtype: torch.dtype) -> Any:
+    """A stand-in with the first of a rank's experts alone, or with what these are once they are packed."""
     one = copy.copy(module)
-    held = {name: None if p is None else p.detach()[:count] for name, p in module._parameters.items()}
+    parts = ((name, p.to_local() if is_sharded(p) else p) for name, p in module._parameters.items())
+    held: dict[str, Any] = {n: None if p is None else p.detach()[:_FEW] for n, p in parts}
+    one.num_experts = len(held["gate_up_proj"])
     for name, of in zip(PackedMixture.weights, packed or (), strict=False):
-        some = torch.stack([of[e].dequantize() for e in range(count)])
+        some = torch.stack([of[e].dequantize() for e in range(one.num_experts)])
         held[name] = some.mT if module.is_transposed else some
     one._parameters = {
         name: None if t is None else nn.Parameter(t.to(dtype), requires_grad=False)
         for name, t in held.items()
     }
-    one.num_experts = count
     return one

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from opsmith.call.dispatch import is_sharded
 from opsmith.compiler.config import Config
 from opsmith.compiler.modules import conventions
 from opsmith.compiler.modules.latent import prove as latent_prove
@@ -58,9 +59,13 @@ class Latent:
         taken: set[str] = set()
         for name, module, readings in candidates(model):
             self._check_mode(readings)
+            if any(map(is_sharded, module.parameters())):
+                spread = LatentReport(name, "rolled back", why="its weights are spread over ranks")
+                self.reports.append(spread)
+                continue
             self.sites.append(LatentSite(name, module, readings, self.switch))
+            self.reports.append(self.sites[-1].report)
             taken |= {names[m] for r in readings for m in r.absorbed}
-        self.reports = [site.report for site in self.sites]
         self.waiting = bool(self.sites)
         return taken
 

@@ -74,9 +74,7 @@ def folder() -> Path:
                 if not _intact(place):  # nobody has converted it while this process waited
                     with store.workshop(place.name) as workshop:
                         _convert(workshop / "model")
-                        # The manifest, which goes with them: the SHA-256 of each file.
-                        digests = {f.name: _digest(f) for f in sorted((workshop / "model").iterdir())}
-                        (workshop / "model" / _MANIFEST).write_text(json.dumps(digests, indent=1))
+                        _seal(workshop / "model")
                         shutil.rmtree(place, ignore_errors=True)
                         os.replace(workshop / "model", place)
             return place
@@ -114,6 +112,12 @@ def _convert(place: Path) -> None:
         tokenizer = transformers.GemmaTokenizer.from_pretrained(file.parent, **options)
         save_plain(read, config, place)
         tokenizer.save_pretrained(place)
+
+
+def _seal(place: Path) -> None:
+    """Write the manifest: the SHA-256 of each file."""
+    digests = {one.name: _digest(one) for one in sorted(place.iterdir())}
+    (place / _MANIFEST).write_text(json.dumps(digests, indent=1))
 
 
 def _intact(place: Path) -> bool:

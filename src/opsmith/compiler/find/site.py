@@ -63,7 +63,7 @@ class Site:
 
 
 def where(node: Node) -> str:
-    """The model's source line of a node, as `file.py:12`; in layers of PyTorch's alone, the layer; or an empty string."""
+    """The model's source line of a node, as `file.py:12`; in PyTorch's own layers alone, the layer; or nothing."""
     # Behind our own frame, in which a model is called.
     below = (node.stack_trace or "").rpartition("opsmith/compiler/entry.py")[2]
     lines = re.findall(r'File "(?:.*/)?(.*)", line (\d+)', below)

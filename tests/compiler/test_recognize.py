@@ -79,14 +79,16 @@ def test_a_near_miss_is_named_where_it_came_closest() -> None:
     assert miss.node.startswith("matmul")
 
 
-def test_attention_whose_heads_are_joined_is_no_near_miss_of_a_layer() -> None:
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+def test_attention_whose_heads_are_joined_is_no_near_miss_of_a_layer(dynamic: bool) -> None:
     """Views alone stand behind what was found: there is no product there that could be a layer's."""
 
     def joined(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         weights = torch.softmax(q @ k.transpose(-1, -2) * 0.3, -1)
-        return (weights @ v).transpose(1, 2).reshape(2, 6, 24)
+        mixed = (weights @ v).transpose(1, 2).contiguous()
+        return mixed.view(2, k.shape[2] + v.shape[2] - 6, 24)  # what computes a size is no product either
 
-    found = _recognize(joined, [*torch.randn(3, 2, 3, 6, 8)], False)
+    found = _recognize(joined, [*torch.randn(3, 2, 3, 6, 8)], dynamic)
     assert [s.card.name for s in found.sites] == ["attention"]
     assert [str(m) for m in found.misses] == []
 
@@ -143,6 +145,28 @@ def _gated(
 def test_a_sigmoid_alone_is_no_near_miss(part: int) -> None:
     found = _recognize(lambda *values: _gated(*values)[part], inputs(((3, 8), (3, 8), (3, 8), (8, 8))), False)
     assert [str(m) for m in found.misses] == []
+
+
+def _shifted(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
+    """Sines and cosines that are added: a position's embedding."""
+    return x + torch.cat([angles.tanh().sin(), angles.tanh().cos()], -1)
+
+
+def _summed(x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """An activation of a sum whose second part takes a few steps of its own."""
+    return torch.nn.functional.silu(x + other.cumsum(1).cumsum(1).cumsum(1))
+
+
+def _normed(x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """A norm that is found, and added to something."""
+    normed = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5)
+    return other.cumsum(1).cumsum(1).cumsum(0) + other[0, 0] * normed
+
+
+@pytest.mark.parametrize("call", [_shifted, _summed, _normed])
+def test_what_an_operator_s_input_is_added_to_makes_no_near_miss(call: Any) -> None:
+    shapes = ((2, 5, 16), (5, 8) if call is _shifted else (2, 5, 16))
+    assert [str(m) for m in _recognize(call, inputs(shapes), False).misses] == []
 
 
 @pytest.mark.parametrize("product", [torch.matmul, lambda a, b: torch.einsum("bhld,bhdm->bhlm", a, b)])

@@ -104,21 +104,14 @@ class _Finder:
             site = self._site(node)
             if site is not None:
                 result.sites.append(site)
-                self.consumed |= self._explained(site)
+                # What it makes of its main input; other sites may share the rest, as all layers a rotation's tables.
+                main = next(filter(None, (set(nodes_in(v)) for v in site.arguments.values())))
+                self.consumed |= _following(main, site.region) | {site.root}
         result.sites.reverse()
         result.misses = self._misses(result.sites)
         result.apart = [replace(site) for site in result.sites]  # growing changes the sites themselves
-        result.sites = grow(result.sites, self.cards, self._disturbed)
+        result.sites = grow(result.sites, self.cards, lambda s: self.effects.disturbed(s.region, s.outputs))
         return result
-
-    @staticmethod
-    def _explained(site: Site) -> set[Node]:
-        """What a site makes of its main input; other sites may share the rest, as all layers a rotation's tables."""
-        explained = {site.root, *next(filter(None, (set(nodes_in(v)) for v in site.arguments.values())))}
-        for node in sorted(site.region):
-            if not explained.isdisjoint(node.all_input_nodes):
-                explained.add(node)
-        return explained & site.region
 
     def _site(self, root: Node) -> Site | None:
         """The site at a root. Where a root that is alike was read before, the reading that was right there is tried.
@@ -216,7 +209,11 @@ class _Finder:
             if isinstance(outcome, Site):
                 return outcome
             problem = Mismatch(4 * len(binding) + 100, *outcome)
-        return problem if problem.score >= 0 and _is_written_out(root, reading) else None
+        if problem.score < 0 or template.cut is None:
+            return problem if problem.score >= 0 else None
+        # What came out otherwise than as the operator takes enough calls from its main input to the root.
+        calls = _following(reading.cut[:1], between(root, reading.cut[:1], MAX_READ))
+        return problem if len(calls) >= MIN_COMPOSITE else None
 
     def _bind(
         self, template: Template, canon: Canon, root: Node, binding: Binding, moved: After
@@ -288,7 +285,7 @@ class _Finder:
                 after = (*squeezed, (torch.ops.aten.permute.default, (inverse(layout),)))
             after = (*after, *moved)
             site = Site(template.card, template.pattern.name, arranged, (root,), region, after)
-            if self._disturbed(site):
+            if self.effects.disturbed(region, (root,)):
                 refusal = ("values that stay as they are", "one changed in place")
                 continue
             problem = check(site)
@@ -297,14 +294,10 @@ class _Finder:
             refusal = problem
         return (*refusal, root)
 
-    def _disturbed(self, site: Site) -> bool:
-        """True when a change in place stands between what the site reads and where its call would stand."""
-        return self.effects.disturbed(site.region, site.outputs)
-
     def _misses(self, sites: list[Site]) -> list[Miss]:
         """The near misses that stand outside every site: of what stands together the one that came closest.
 
-        What moves an operator's result about is no second operator, and neither is a number it is multiplied by.
+        What moves an operator's result about is no second operator, nor is a number it is multiplied by, or a part.
         """
         found = {site.root: site.card for site in sites}
         misses: list[Miss] = []
@@ -321,7 +314,9 @@ class _Finder:
             at = _node_at(problem.at, canon) or root
             covered.update(region)
             small = template.cut is not None and len(region) < MIN_COMPOSITE
-            small |= all(getattr(n.target, "is_view", False) or op_name(n) in _COPIES for n in region)
+            tensors = (n for n in region if isinstance(n.meta.get("val"), Tensor))
+            small |= all(getattr(n.target, "is_view", False) or op_name(n) in _COPIES for n in tensors)
+            small |= at in self.consumed and "matmul" not in template.term.names
             if small or any(found.get(s) is template.card for n in region for s in n.all_input_nodes):
                 continue
             misses.append(
@@ -352,10 +347,13 @@ def _known(patterns: tuple[Pattern, ...]) -> dict[int | None, _Outcome | None]:
 _COPIES = ("aten::clone", "aten::cat", "aten::_unsafe_view", "aten::reshape")
 
 
-def _is_written_out(root: Node, reading: Reading) -> bool:
-    """True where enough calls stand between the input and the root to be an operator that came out otherwise."""
-    whole = reading.template.cut is None
-    return whole or len(between(root, reading.cut[:1], MIN_COMPOSITE)) >= MIN_COMPOSITE
+def _following(values: Iterable[Node], region: Iterable[Node]) -> set[Node]:
+    """The nodes of a region that something is made of these values in."""
+    known = set(values)
+    for node in sorted(region):
+        if not known.isdisjoint(node.all_input_nodes):
+            known.add(node)
+    return known.intersection(region)
 
 
 def _of_many(node: Node) -> bool:

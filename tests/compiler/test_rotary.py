@@ -62,7 +62,7 @@ def _scaled(x: Any, angles: Any) -> Any:
 
 
 def _tokens_first(x: Any, angles: Any) -> Any:
-    cos, sin = _angles(angles.repeat(1, 1, 2))
+    cos, sin = _angles(angles.tile(2))
     return _rotated(x.transpose(1, 2).contiguous(), cos.unsqueeze(2), sin.unsqueeze(2))
 
 

@@ -646,7 +646,7 @@ def _repeat_interleave(c: Canon, node: Node, self: Any, repeats: Any, dim: Any =
 def _repeat(c: Canon, node: Node, self: Any, **times: Any) -> Poly:
     *others, last = next(iter(times.values()))  # `repeats` or `dims`
     size = _along_last(self, -1)
-    if len(others) != len(shape_of(self)) - 1 or any(n != 1 for n in others) or not isinstance(last, int):
+    if len(others) >= len(shape_of(self)) or any(n != 1 for n in others) or not isinstance(last, int):
         raise Unreadable
     return pieces.join("cat", [c(self)] * last, (size,) * last, shape_of(node))
 

@@ -165,3 +165,17 @@ def test_layers_whose_graphs_are_apart_are_all_counted() -> None:
     for text in (str(model.opsmith.report), model.opsmith.report.details()):
         assert f"the graph breaks at {said}" in text.splitlines()
         assert "next: nothing is found across a break" in text
+
+
+class Late(Breaking):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.tanh() if x.tanh().sum() < 1e9 else x)
+
+
+def test_no_line_says_that_a_graph_without_operators_learns_in_eager() -> None:
+    model = Late()
+    opsmith.optimize(model, torch.randn(2, 8, 64), config=UNTIMED)
+    model(torch.randn(2, 8, 64, requires_grad=True)).sum().backward()
+    learning = [shape for shape in model.opsmith.plan.shapes if shape.training]
+    assert {shape.used for shape in learning} == {True, False}  # the graph before the first break, and others
+    assert "eager runs" not in str(model.opsmith.report)

@@ -230,8 +230,9 @@ class Session:
             dict(self.latent.fallbacks + self.paged.fallbacks),
             [
                 f"eager runs at {s.sizes or 'fixed sizes'}{', training' * s.training}: {s.note}"
-                for s in self._shapes
-                if not s.used and (s.steps or s.training)
+                for graph in self.graphs
+                for s in graph.plans.values()
+                if not s.used and (s.steps or (s.training and graph.report.sites))
             ],
             self._advice(),
             0 if self.paged.why else len(self.paged.windows),

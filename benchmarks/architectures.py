@@ -89,6 +89,7 @@ DECODERS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "qwen2": ("Qwen2.5 0.5B", 1, shape(896, 14, 2, 4864)),
     "phi3": ("Phi-3 mini", 4, shape(768, 8, 8, 2048)),
     "olmo": ("OLMo 1B", 4, shape(512, 4, 4, 2048)),
+    "nanochat": ("nanochat d20", 2, shape(640, 5, 5, 2560)),
     "olmo2": ("OLMo 2 1B", 4, shape(512, 4, 4, 2048)),
     "olmo3": ("Olmo 3 7B", 4, shape(1024, 8, 8, 2752, sliding_window=WINDOW)),
     "granite": (

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import json
 import warnings
 from collections.abc import Iterator
@@ -29,8 +28,7 @@ def quiet() -> Iterator[None]:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:
-        with contextlib.redirect_stderr(io.StringIO()):  # the bar of GGUF files asks nobody
-            yield
+        yield
     finally:
         logging.set_verbosity(verbosity)
         if bar:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +32,7 @@ def load_with_tokenizer(path: Path) -> tuple[nn.Module, Any]:
         try:
             import transformers
 
-            with quiet():
+            with quiet(), contextlib.redirect_stderr(io.StringIO()):  # the bar of GGUF files asks nobody
                 model = transformers.AutoModelForCausalLM.from_pretrained(
                     where, dtype="float32", **LOCAL, **options
                 )

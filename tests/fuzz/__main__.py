@@ -42,7 +42,7 @@ def failures_of(error: BaseException) -> list[str]:
     return [
         "\n".join(
             [f"{type(one).__name__}: {str(one)[:1000]}", *(n[:4000] for n in getattr(one, "__notes__", ()))]
-        )
+        ).replace(f"{ROOT}/", "")
         for one in several
     ]
 

@@ -88,7 +88,7 @@ class Program:
         return any(
             re.search(word, line)
             for line in self.lines
-            for word in (r"is_causal=True|masked_fill\(|torch.ones\(|logsumexp", r"v\d+ \* \S+ - v\d")
+            for word in (r"is_causal=True|masked_fill_?\(|torch.ones\(|logsumexp", r"v\d+ \* \S+ - v\d")
         )
 
     def model(self, seed: int = 0) -> Model:

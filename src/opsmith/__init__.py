@@ -59,6 +59,6 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'opsmith' has no attribute {name!r}")
     module = importlib.import_module(_HOMES[name])
     register()
-    value = module if name in ("ops", "operator", "authoring") else getattr(module, name)
+    value = module if module.__name__ == f"opsmith.{name}" else getattr(module, name)
     globals()[name] = value
     return value

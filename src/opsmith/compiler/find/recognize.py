@@ -313,11 +313,11 @@ class _Finder:
                 continue  # a root that is alike came close by this reading, and this one does not
             at = _node_at(problem.at, canon) or root
             covered.update(region)
-            small = template.cut is not None and len(region) < MIN_COMPOSITE
+            no_miss = template.cut is not None and len(region) < MIN_COMPOSITE
             tensors = (n for n in region if isinstance(n.meta.get("val"), Tensor))
-            small |= all(getattr(n.target, "is_view", False) or op_name(n) in _COPIES for n in tensors)
-            small |= at in self.consumed and "matmul" not in template.term.names
-            if small or any(found.get(s) is template.card for n in region for s in n.all_input_nodes):
+            no_miss |= all(getattr(n.target, "is_view", False) or op_name(n) in _COPIES for n in tensors)
+            no_miss |= at in self.consumed and "matmul" not in template.term.names
+            if no_miss or any(found.get(s) is template.card for n in region for s in n.all_input_nodes):
                 continue
             misses.append(
                 Miss(template.card.name, root.name, *problem.texts(), at.name, where(at) or where(root))

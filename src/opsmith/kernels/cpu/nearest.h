@@ -27,6 +27,12 @@ inline IVec nearest_integers(Vec v) {
 inline void store_low_bytes(int8_t* p, IVec v, Full = {}) {
 #if defined(OPSMITH_AVX512)
   _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8((__m512i)v));
+#elif defined(OPSMITH_AVX2)
+  // The low bytes of each half's four lanes, in its first lane.
+  const __m256i first = _mm256_set1_epi32(0x0c080400);
+  const __m256i bytes = _mm256_shuffle_epi8((__m256i)v, first);
+  const __m128i both = _mm_unpacklo_epi32(_mm256_castsi256_si128(bytes), _mm256_extracti128_si256(bytes, 1));
+  _mm_storel_epi64((__m128i*)p, both);
 #elif defined(OPSMITH_NEON)
   const int16x4_t half = vmovn_s32((int32x4_t)v);
   const int8x8_t bytes = vmovn_s16(vcombine_s16(half, half));

@@ -278,6 +278,35 @@ inline double reduce_add(const DVec& v) {
   return lane[0];
 }
 
+// A sum of squares in double, in two registers: compilers keep a vector of two in memory.
+class SquareSum {
+  typedef double Half __attribute__((vector_size(4 * W)));
+
+ public:
+  void add(Vec v) {
+    Half low, high;
+#if defined(OPSMITH_AVX512)
+    low = _mm512_cvtps_pd(_mm512_castps512_ps256(v)), high = _mm512_cvtps_pd(_mm512_extractf32x8_ps(v, 1));
+#elif defined(OPSMITH_AVX2)
+    low = _mm256_cvtps_pd(_mm256_castps256_ps128(v)), high = _mm256_cvtps_pd(_mm256_extractf128_ps(v, 1));
+#else
+    const DVec wide = to_double(v);
+    std::memcpy(&low, &wide, sizeof low);
+    std::memcpy(&high, (const char*)&wide + sizeof low, sizeof high);
+#endif
+    low_ += low * low, high_ += high * high;
+  }
+  double total() const {
+    const Half both = low_ + high_;
+    double sum = 0;
+    for (int i = 0; i < W / 2; ++i) sum += both[i];
+    return sum;
+  }
+
+ private:
+  Half low_{}, high_{};
+};
+
 // max and min give their SECOND argument when either is NaN: `max(bound, x)` keeps a NaN in x.
 
 template <class T>

@@ -67,7 +67,7 @@ class KeyWriter {
     norm_row(a, latent_, gamma2_.data(), nullptr, c_.eps, norm);
     if (c_.latent.dtype == DType::i8) {
       int8_t* const q = reinterpret_cast<int8_t*>(key);
-      for_lanes(latent_, [&](int64_t i, auto k) { store_q8(q + i, load(norm + i, k) / c_.ctkv_scale, k); });
+      quantize_row(norm, latent_, c_.ctkv_scale, 0.0f, q);
       place(c_.latent, c_.tiled, slot, 0, latent_, q);
     } else {
       for_lanes(latent_, [&](int64_t i, auto k) { store(key + i, load(norm + i, k), k); });

@@ -4,24 +4,24 @@
 namespace opsmith {
 namespace {
 
-// A row's scale to the last bit of float32, from the row `y` that `norm_row` made of x, and its largest number: it is a
-// result here, and sums in float32 would cost it some. Only that number has to be normalized again.
+// In double: a scale is a result, to the last bit of float32, and sums in float32 would cost it some.
 template <class T>
-float row_scale(const T* x, int64_t n, const float* gamma, const float* beta, float eps, const float* y,
+double root_mean_square(const T* x, int64_t n, double eps) {
+  SquareSum sums[2];
+  for_lanes_unrolled<2>(n, [&](int64_t i, int u, auto k) { sums[u].add(load(x + i, k)); });
+  return std::sqrt((sums[0].total() + sums[1].total()) / double(n) + eps);
+}
+
+// A row's scale, from the row `y` that x became and its largest number, `most`: that one alone is normalized again.
+template <class T>
+float row_scale(const T* x, int64_t n, const float* gamma, const float* beta, double rms, const float* y,
                 float most) {
   if (!gamma || !std::isfinite(most)) return most / 127.0f;
-  DVec sums[4] = {};
-  for_lanes_unrolled<4>(n, [&](int64_t i, int u, auto k) {
-    const DVec v = to_double(load(x + i, k));
-    sums[u] += v * v;
-  });
   int64_t at = 0;  // looked for a vector at a time
   while (at + W <= n && !any(abs(load(y + at)) >= splat(most))) at += W;
   while (at < n && !(std::fabs(y[at]) >= most)) ++at;
   if (at == n) return most / 127.0f;
-  double value = double(to_float(x[at])) /
-                 std::sqrt(reduce_add((sums[0] + sums[1]) + (sums[2] + sums[3])) / double(n) + double(eps)) *
-                 double(gamma[at]);
+  double value = double(to_float(x[at])) / rms * double(gamma[at]);
   if (beta) value += double(beta[at]);
   return float(std::fabs(value) / 127.0);
 }
@@ -39,13 +39,14 @@ void rms_norm_quant(View x, View weight, View bias, double eps, View scale, View
       float* const y = scratch(n + W);
       for (int64_t r = begin; r < end; ++r) {
         int8_t* const to = q.as<int8_t>() + r * q.strides[0];
-        norm_row(x.as<T>() + r * x.strides[0], n, gamma.data(), beta.data(), float(eps), y);
+        const T* const row = x.as<T>() + r * x.strides[0];
         if (s.defined()) {
-          const float most = largest(y, n);
+          const double rms = gamma.data() ? root_mean_square(row, n, eps) : 1.0;
+          const float most = scale_row(row, n, gamma.data(), beta.data(), float(1.0 / rms), y);
           quantize_row(y, n, most, to);
-          s.as<float>()[r] = row_scale(x.as<T>() + r * x.strides[0], n, gamma.data(), beta.data(), float(eps),
-                                       y, most);
+          s.as<float>()[r] = row_scale(row, n, gamma.data(), beta.data(), rms, y, most);
         } else {
+          norm_row(row, n, gamma.data(), beta.data(), float(eps), y);
           quantize_row(y, n, step, shift, to);
         }
       }

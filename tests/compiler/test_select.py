@@ -102,6 +102,7 @@ def test_a_weight_is_as_cold_as_the_model_has_it(monkeypatch: pytest.MonkeyPatch
         return measure.compare(contestants, rounds=1)
 
     monkeypatch.setattr(measure, "quick", quick)
+    monkeypatch.setattr(measure.Comparison, "disturbed", False)  # however busy the machine
     selector = Selector(Config(tune=True, inductor=False))
     selector.choose(card, "linear_0", call, weights, may_measure=True)
     assert asked == [True]
@@ -150,8 +151,12 @@ def test_sizes_that_may_not_be_measured_use_the_nearest(monkeypatch: pytest.Monk
     assert counter.calls == 2
 
 
-def test_a_disturbed_measurement_serves_this_run_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measure, "CONCLUDES_NOTHING", -1.0)
+@pytest.mark.parametrize(("spread", "disturbed"), [(-1.0, False), (1e9, True)], ids=["spread", "steady"])
+def test_a_disturbed_measurement_serves_this_run_only(
+    monkeypatch: pytest.MonkeyPatch, spread: float, disturbed: bool
+) -> None:
+    monkeypatch.setattr(measure, "CONCLUDES_NOTHING", spread)
+    monkeypatch.setattr(measure.Comparison, "disturbed", disturbed)
     selector = Selector(Config())
     assert _choose(selector, _call()).times
     assert selector.cache.get(contest(registry()["layer_norm"], _call(), new=True)) is None

@@ -2,6 +2,7 @@
 
 import gc
 import json
+import time
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 
@@ -320,6 +321,20 @@ def test_a_contestant_that_changes_the_threads_is_reported(clock: Clock) -> None
 
     torch.set_num_threads(2)
     assert any("number of threads" in line for line in compare({"a": call}, rounds=1, clock=clock).messages)
+
+
+def test_a_thread_that_hardly_ran_is_reported() -> None:
+    result = compare({"asleep": lambda: time.sleep(2e-3)}, rounds=3)
+    assert result.disturbed
+    assert result.share < 0.5
+    assert any("the calling thread ran" in line for line in result.messages)
+    assert result.to_json()["share"] == result.share
+
+
+def test_a_given_clock_says_nothing_of_other_work(clock: Clock) -> None:
+    result = compare({"a": clock.contestant("a", 1.0)}, rounds=3, clock=clock)
+    assert result.share == 1.0
+    assert not result.disturbed
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,8 @@ from .machine import Machine
 from .roofs import Roofs
 from .stats import CONCLUDES_NOTHING, WARNS, Ratio, paired_ratio, spread
 
+# A thread that nobody disturbs runs all but all of the time; one that shares a core with another, half of it.
+ALONE = 0.9
 # As many rounds that all agree leave chance at most one case in thirty-two.
 _UNANIMOUS_ROUNDS = 5
 
@@ -27,6 +29,7 @@ class Comparison:
         dropped: contestants that left early for being far slower than the best; their samples are kept.
         checked: whether the results were held against a reference first.
         messages: warnings about spread, caches and threads.
+        share: of the seconds that it took, those that the calling thread was running; with a device, 1.
     """
 
     column: str
@@ -43,6 +46,12 @@ class Comparison:
     roofs: Roofs | None
     notes: Mapping[str, str]
     messages: Sequence[str]
+    share: float = 1.0
+
+    @property
+    def disturbed(self) -> bool:
+        """Whether other work took the processor: where it slows all samples alike, none of them spreads."""
+        return self.share < ALONE
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -120,6 +129,7 @@ class Comparison:
             "roofs": self.roofs.to_json() if self.roofs else None,
             "notes": dict(self.notes),
             "messages": list(self.messages),
+            "share": self.share,
         }
 
 

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from .checks import Tolerance, WrongResult, compare_outputs
-from .comparison import Comparison, spread_messages
+from .comparison import ALONE, Comparison, spread_messages
 from .contestants import Prepared, Repeated
 from .machine import describe
 from .pool import Inputs, Pool
@@ -195,6 +195,7 @@ def compare(
         for runner in runners.values():
             for _ in range(warmup):
                 runner.call(*inputs())
+        ran, passed = time.thread_time(), time.perf_counter()
         active = list(runners)
 
         def once() -> None:
@@ -221,7 +222,13 @@ def compare(
         active = list(runners)
         for _ in range(drop_rounds - 2 if dropped else 0):
             once()
+        ran, passed = time.thread_time() - ran, time.perf_counter() - passed
+    share = ran / passed if clock is None and torch.device(device).type == "cpu" else 1.0
     messages = spread_messages(samples)
+    if share < ALONE:
+        messages.append(
+            f"the calling thread ran {share:.0%} of the time: other work on this machine took the rest"
+        )
     if pool is not None and not warm and not pool.cold:
         messages.append(
             f"the pool of {pool.bytes} bytes is too small for the caches: these times are not cold"
@@ -245,6 +252,7 @@ def compare(
         roofs=roofs.roofs(samples) if roofs else None,
         notes=dict(notes or {}),
         messages=messages,
+        share=share,
     )
 
 

@@ -206,7 +206,7 @@ class Selector:
         )
         runs = {name: [*result.samples[name], *[first[name]] * long] for name in contestants}
         steady = all(measure.spread(times) <= measure.CONCLUDES_NOTHING for times in runs.values())
-        if steady and first.keys() == able.keys():
+        if steady and not result.disturbed and first.keys() == able.keys():
             return {name: result.median(name) for name in contestants} | lost, True
         # Other work disturbs the machine: the least disturbed sample of each is the best guess.
         return {name: min(result.samples[name]) for name in contestants} | lost, False

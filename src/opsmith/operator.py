@@ -258,6 +258,7 @@ class Recognition:
         aligned: inputs that must reach the operator through the same permutation of their axes.
         repeats: inputs that the operator itself repeats over heads, so a copy can be spared.
         rows: inputs of which a row counts for nothing where this mask is filled in over all of the row's scores.
+        masks: what is added to scores, with the argument that stands for one that keeps a square's lower triangle.
         layouts: orders in which models keep the first input's axes: permutations to the operator's own order.
         shared: inputs that are the same along this axis of the first input, and that the operator takes without it.
         vectors: inputs that the operator takes as a vector, whose numbers stand along this axis, counted from the last.
@@ -272,6 +273,7 @@ class Recognition:
     aligned: tuple[str, ...] = ()
     repeats: tuple[str, ...] = ()
     rows: Mapping[str, str] = field(default_factory=dict)
+    masks: Mapping[str, str] = field(default_factory=dict)
     layouts: tuple[tuple[int, ...], ...] = ()
     shared: Mapping[str, int] = field(default_factory=dict)
     vectors: Mapping[str, int] = field(default_factory=dict)

@@ -15,7 +15,7 @@ from opsmith.operator import registry
 from tests.compiler.spelling import NEAR_MISSES, SPELLINGS, inputs
 
 
-def _recognize(fn: Callable[..., Any], values: list[torch.Tensor], dynamic: bool) -> Recognized:
+def recognized(fn: Callable[..., Any], values: list[torch.Tensor], dynamic: bool) -> Recognized:
     found: list[Recognized] = []
 
     def backend(gm: Any, example_inputs: Any) -> Any:
@@ -40,7 +40,7 @@ def _ids(cases: list[tuple[str, str, Any, Any]]) -> list[str]:
 @pytest.mark.parametrize("case", SPELLINGS, ids=_ids(SPELLINGS))
 def test_every_spelling_is_found(case: tuple[str, str, Any, Any], dynamic: bool) -> None:
     operator, _, fn, specs = case
-    found = _recognize(fn, inputs(specs), dynamic)
+    found = recognized(fn, inputs(specs), dynamic)
     assert [s.card.name for s in found.sites] == [operator], [str(m) for m in found.misses]
     if operator == "linear" and case[1] == "gelu":
         assert found.sites[0].arguments["activation"] == "gelu"
@@ -58,7 +58,7 @@ def test_every_spelling_is_found(case: tuple[str, str, Any, Any], dynamic: bool)
 @pytest.mark.parametrize("case", NEAR_MISSES, ids=_ids(NEAR_MISSES))
 def test_near_misses_are_not_found_and_are_reported(case: tuple[str, str, Any, Any]) -> None:
     operator, _, fn, specs = case
-    found = _recognize(fn, inputs(specs), False)
+    found = recognized(fn, inputs(specs), False)
     assert operator not in [s.card.name for s in found.sites]
     misses = [m for m in found.misses if m.operator == operator]
     assert misses, "a near miss must be reported"
@@ -74,7 +74,7 @@ def test_a_near_miss_is_named_where_it_came_closest() -> None:
         weights = torch.softmax(q @ k.transpose(-1, -2) * 0.3, -1) * gate
         return (weights @ v).transpose(1, 2).reshape(2, 6, 24)
 
-    found = _recognize(gated, [*torch.randn(3, 2, 3, 6, 8), torch.rand(2, 1, 6, 6)], False)
+    found = recognized(gated, [*torch.randn(3, 2, 3, 6, 8), torch.rand(2, 1, 6, 6)], False)
     (miss,) = [m for m in found.misses if m.operator == "attention"]
     assert miss.node.startswith("matmul")
 
@@ -88,7 +88,7 @@ def test_attention_whose_heads_are_joined_is_no_near_miss_of_a_layer(dynamic: bo
         mixed = (weights @ v).transpose(1, 2).contiguous()
         return mixed.view(2, k.shape[2] + v.shape[2] - 6, 24)  # what computes a size is no product either
 
-    found = _recognize(joined, [*torch.randn(3, 2, 3, 6, 8)], dynamic)
+    found = recognized(joined, [*torch.randn(3, 2, 3, 6, 8)], dynamic)
     assert [s.card.name for s in found.sites] == ["attention"]
     assert [str(m) for m in found.misses] == []
 
@@ -100,7 +100,7 @@ def test_a_number_that_a_norm_is_multiplied_by_is_no_norm_of_another_kind() -> N
         x = before + more
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * weight * 0.125
 
-    found = _recognize(scaled, [*torch.randn(2, 2, 5, 32), torch.rand(32)], False)
+    found = recognized(scaled, [*torch.randn(2, 2, 5, 32), torch.rand(32)], False)
     assert [s.card.name for s in found.sites] == ["rms_norm"]
     assert found.misses == []
 
@@ -116,7 +116,7 @@ def _unrotated(x: torch.Tensor, w: torch.Tensor, written: bool) -> torch.Tensor:
 
 @pytest.mark.parametrize("written", [False, True], ids=["sdpa", "written"])
 def test_attention_of_normed_queries_and_keys_without_rotation(written: bool) -> None:
-    found = _recognize(
+    found = recognized(
         lambda x, w: _unrotated(x, w, written), [torch.randn(2, 9, 192), torch.randn(16)], True
     )
     assert [s.card.name for s in found.sites] == ["rms_norm", "rms_norm", "attention"]
@@ -128,7 +128,7 @@ def test_zero_times_a_number_is_no_zero() -> None:
     def model(x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.gelu(x + bias, approximate="tanh") + x * 0.0
 
-    (site,) = _recognize(model, [torch.randn(2, 5, 32), torch.rand(32)], False).sites
+    (site,) = recognized(model, [torch.randn(2, 5, 32), torch.rand(32)], False).sites
     assert site.root.target is torch.ops.aten.gelu.default
 
 
@@ -143,7 +143,7 @@ def _gated(
 
 @pytest.mark.parametrize("part", range(4))
 def test_a_sigmoid_alone_is_no_near_miss(part: int) -> None:
-    found = _recognize(lambda *values: _gated(*values)[part], inputs(((3, 8), (3, 8), (3, 8), (8, 8))), False)
+    found = recognized(lambda *values: _gated(*values)[part], inputs(((3, 8), (3, 8), (3, 8), (8, 8))), False)
     assert [str(m) for m in found.misses] == []
 
 
@@ -166,10 +166,10 @@ def _normed(x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("call", [_shifted, _summed, _normed])
 def test_what_an_operator_s_input_is_added_to_makes_no_near_miss(call: Any) -> None:
     shapes = ((2, 5, 16), (5, 8) if call is _shifted else (2, 5, 16))
-    assert [str(m) for m in _recognize(call, inputs(shapes), False).misses] == []
+    assert [str(m) for m in recognized(call, inputs(shapes), False).misses] == []
 
 
 @pytest.mark.parametrize("product", [torch.matmul, lambda a, b: torch.einsum("bhld,bhdm->bhlm", a, b)])
 def test_a_product_of_batches_is_no_near_miss_of_a_layer(product: Any) -> None:
-    found = _recognize(product, inputs(((2, 3, 5, 8), (2, 3, 8, 4))), False)
+    found = recognized(product, inputs(((2, 3, 5, 8), (2, 3, 8, 4))), False)
     assert [str(m) for m in found.misses] == []

@@ -105,6 +105,13 @@ def test_a_fault_of_the_compiler_is_found(monkeypatch: pytest.MonkeyPatch) -> No
         models.judge(models.Program(("v1 = torch.softmax(v0, dim=-1)",), (1,)))
 
 
+def test_scores_as_low_as_what_hides_them_are_no_fault() -> None:
+    """Of the first token all other scores are lower than what is filled in, so eager reads what was to be hidden."""
+    scores = "(heads(v0) @ heads(v0).mT * -1e10)"
+    hidden = f"{scores}.masked_fill({models.CAUSAL.format(a='v0')}.triu(1), -1e9)"
+    models.judge(models.Program((f"v1 = merged({hidden}.softmax(-1) @ heads(v0))",), (1,)))
+
+
 def test_a_fault_of_a_cache_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks that are written one token further."""
     right = states.reshape_and_cache

@@ -133,7 +133,8 @@ class Unreadable(Exception):
     """This call has no meaning in the algebra (another axis, a rounding division): its node is a leaf."""
 
 
-_BOOLEAN = _aten("tril triu one_hot logical_not bitwise_not gt lt ge le eq ne")
+_BOOLEAN = _aten("tril triu one_hot logical_not bitwise_not gt lt ge le eq ne to _to_copy")
+_MASKS = _BOOLEAN | _aten("view reshape unsqueeze")
 # Whose rules hold for complex numbers too.
 _COMPLEX = _aten(
     "add sub mul neg polar complex view_as_complex to _to_copy contiguous "
@@ -154,7 +155,7 @@ def is_readable(node: Node, root: bool = False) -> bool:
         return False
     if node.target is operator.getitem or not isinstance(value, Tensor) or value.is_floating_point():
         return True
-    return name in (_COMPLEX if value.is_complex() else _BOOLEAN)
+    return name in (_COMPLEX if value.is_complex() else _MASKS if value.dtype == torch.bool else _BOOLEAN)
 
 
 def read_by(node: Node) -> list[Node]:

@@ -23,6 +23,8 @@ Value = Poly | float
 Pointwise = Callable[..., Poly]  # of the space, and of the operator's arguments in their order
 # For a loss that ignores nothing: a class number that nothing has.
 _NONE_IGNORED = -(2**63)
+# In the place of a score this or less is believed to hide it: the others are far above.
+HIDES = -1e4
 _MORE_AXES = ("aten::unsqueeze", "aten::view", "aten::reshape")
 
 
@@ -85,6 +87,11 @@ def chosen(s: Space, condition: Poly, a: Value, b: Value) -> Poly:
 def negated(s: Space, condition: Poly) -> Poly:
     atom = condition.atom
     return atom.args[0] if atom is not None and atom.name == "not" else s.fn("not", condition)
+
+
+def is_truth(value: Poly) -> bool:
+    """Whether it is one where something holds and zero elsewhere, in whatever type."""
+    return value.atom is not None and value.atom.name in ("causal", "not")
 
 
 def _normal_cdf(s: Space, x: Poly) -> Poly:
@@ -175,7 +182,8 @@ def _same(c: Canon, node: Node, self: Any, **_: Any) -> Poly:
     source, dtype = self.meta.get("val"), node.meta["val"].dtype
     if not isinstance(source, Tensor) or source.is_complex() != dtype.is_complex:
         raise Unreadable
-    if not (source.is_floating_point() or source.is_complex() or op_name(self) == "aten::one_hot"):
+    numbers = all(d.is_floating_point or d.is_complex for d in (source.dtype, dtype))
+    if not numbers and op_name(self) != "aten::one_hot" and not is_truth(c(self)):
         raise Unreadable
     if "cast" in c.keeps and torch.promote_types(source.dtype, dtype) != dtype:
         return c.space.fn("rounded", c(self), shape=shape_of(node), attrs=(str(dtype),))
@@ -192,20 +200,19 @@ def _one_hot(c: Canon, node: Node, self: Any, num_classes: int) -> Poly:
     return c.space.fn("one_hot", c(self), shape=shape_of(node))
 
 
-def boolean_mask(c: Canon, keep: Any, inverted: bool, fill: float) -> Poly:
-    """What is added to scores to mask them: zero where kept, `fill` elsewhere; -inf is a boolean mask."""
-    mask = negated(c.space, c(keep)) if inverted else c(keep)
+def hidden(s: Space, keep: Poly, shape: Shape, fill: float) -> Poly:
+    """What is added to scores to hide them: zero where kept, `fill` elsewhere; -inf is a boolean mask."""
     name, attrs = ("keep", ()) if fill == -math.inf else ("fill", (fill,))
-    return c.space.fn(name, mask, shape=shape_of(keep), attrs=attrs)
+    return s.fn(name, keep, shape=shape, attrs=attrs)
 
 
 @rule("where")
 def _where(c: Canon, node: Node, condition: Any, self: Any, other: Any) -> Poly:
-    a, b = c(self), c(other)
-    for kept, fill, inverted in ((b, a.constant, True), (a, b.constant, False)):
-        if fill is not None and fill <= -1e4:
-            return kept + boolean_mask(c, condition, inverted, fill)
-    return chosen(c.space, c(condition), a, b)
+    a, b, holds = c(self), c(other), c(condition)
+    for kept, fill, keep in ((b, a.constant, negated(c.space, holds)), (a, b.constant, holds)):
+        if fill is not None and fill <= HIDES:
+            return kept + hidden(c.space, keep, shape_of(condition), fill)
+    return chosen(c.space, holds, a, b)
 
 
 @rule("masked_fill")
@@ -218,10 +225,14 @@ _COMPARED = {"gt": ("above", 1), "lt": ("above", -1), "ge": ("at_least", 1), "le
 
 @rule("eq", "ne", *_COMPARED)
 def _compare(c: Canon, node: Node, self: Any, other: Any) -> Poly:
+    name = op_name(node).removeprefix("aten::")
+    asked = (name, other) == ("gt", 0) or (name in ("eq", "ne") and other in (0, 1))
+    if asked and is_truth(c(self)):
+        return c(self) if (name == "eq") == (other == 1) else negated(c.space, c(self))
     for given in (v.meta.get("val") for v in (self, other) if isinstance(v, Node)):
         if not isinstance(given, Tensor) or not given.is_floating_point():
             raise Unreadable  # integers are counted, not computed with
-    name, difference = op_name(node).removeprefix("aten::"), c(self) - c(other)
+    difference = c(self) - c(other)
     if name in _COMPARED:
         what, sign = _COMPARED[name]
         return compared(c.space, what, difference * sign)
@@ -487,7 +498,8 @@ def _sdpa(c: Canon, node: Node, query: Any, key: Any, value: Any, attn_mask: Any
         scores += s.fn("keep", causal, shape=square)
     if attn_mask is not None:
         boolean = not attn_mask.meta["val"].is_floating_point()
-        scores += boolean_mask(c, attn_mask, False, -math.inf) if boolean else c(attn_mask)
+        mask = c(attn_mask)
+        scores += hidden(s, mask, shape_of(attn_mask), -math.inf) if boolean else mask
     return s.matmul(softmax(s, scores, k[-2]), c(value), (*q[:-1], v[-1]))
 
 
@@ -501,8 +513,8 @@ def _triangle(c: Canon, node: Node, self: Any, diagonal: int) -> Poly:
     causal = c.space.fn("causal", shape=square)
     if fill == 1 or op_name(self) in ("aten::ones", "aten::ones_like", "aten::new_ones"):
         return c.space.fn("not", causal) if upper else causal
-    if upper and fill == -math.inf:
-        return c.space.fn("keep", causal)
+    if upper and isinstance(fill, float) and fill <= HIDES:
+        return hidden(c.space, causal, square, fill)
     raise Unreadable
 
 

@@ -282,8 +282,8 @@ class Space:
         """e ** a, with logarithms undone and constants taken out."""
         result, rest = self.const(1), {}
         for mono, c in a.terms:
-            if mono is self.one and math.isfinite(c):
-                result *= math.exp(min(c, 700.0))
+            if mono is self.one and abs(c) < 700:  # what hides a score stays with the mask that it belongs to
+                result *= math.exp(c)
             elif mono.expo is None and len(mono.factors) == 1 and mono.factors[0][0].name == "log":
                 result *= mono.factors[0][0].args[0] ** c
             else:

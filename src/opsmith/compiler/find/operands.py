@@ -13,6 +13,7 @@ from torch.fx import Node
 
 from opsmith.compiler.algebra import pieces, views
 from opsmith.compiler.algebra.canon import Canon, arguments, op_name, shape_of
+from opsmith.compiler.algebra.rules import HIDES, negated
 from opsmith.compiler.algebra.terms import Atom, Mono, Poly, Shape
 
 
@@ -57,8 +58,13 @@ def evaluate(
     return value
 
 
-def materialize(poly: Poly, canon: Canon, root: Node) -> Operand | None:
-    """The node that computes a term, or the call that would; None where that would take arithmetic."""
+def materialize(poly: Poly, canon: Canon, root: Node, shifted: bool = False) -> Operand | None:
+    """The node that computes a term, or the call that would; None where that would take arithmetic.
+
+    `shifted`: whether a constant may stand beside it.
+    """
+    if shifted and (total := _sum(poly, canon, root, shifted)) is not None:
+        return total
     if nodes := canon.nodes.get(poly):
         return _first(nodes, root)
     atom = poly.atom
@@ -77,12 +83,12 @@ def _dtype(node: Node) -> Any:
     return value.dtype if isinstance(value, Tensor) else None
 
 
-def _sum(poly: Poly, canon: Canon, root: Node) -> Operand | None:
+def _sum(poly: Poly, canon: Canon, root: Node, shifted: bool = False) -> Operand | None:
     """Several summands, as additive masks are: those that nodes compute, alone or together, added up."""
     total: Operand | None = None
-    left = dict(poly.terms)
+    left = {m: c for m, c in poly.terms if not (shifted and m is canon.space.one)}
     while left:
-        computed = _summands(left, poly.shape, canon, root)
+        computed = _summands(left, poly.shape, canon, root, shifted)
         term, part = max(computed, key=lambda c: len(c[0].terms), default=(poly, None))
         if part is None:
             mono, coef = next(iter(left.items()))
@@ -103,7 +109,7 @@ def _sum(poly: Poly, canon: Canon, root: Node) -> Operand | None:
 
 
 def _summands(
-    left: Mapping[Mono, float], shape: Shape, canon: Canon, root: Node
+    left: Mapping[Mono, float], shape: Shape, canon: Canon, root: Node, shifted: bool
 ) -> Iterator[tuple[Poly, Operand]]:
     """The nodes that compute some of a sum's terms; also where the heads are one axis with the batch there."""
     for term, nodes in canon.nodes.items():
@@ -114,12 +120,16 @@ def _summands(
             apart = (*shape[:2], *rest)  # queries may share a row
             term = views.reshape(term, shape_of(node), apart)
             operand = Made(torch.ops.aten.unflatten.int, (node, 0, [-1, shape[1]]), apart)
-        if term.terms and all(math.isclose(left.get(m, 0.0), c, rel_tol=1e-6) for m, c in term.terms):
-            yield term, operand
+        own = [(m, c) for m, c in term.terms if not (shifted and m is canon.space.one)]
+        for sign in (1, -1) if own else ():
+            if all(math.isclose(left.get(m, 0.0), sign * c, rel_tol=1e-6) for m, c in own):
+                minus = Made(torch.ops.aten.neg.default, (operand,), term.shape)
+                yield term * sign, operand if sign == 1 else minus
 
 
 def _made(atom: Atom, canon: Canon, root: Node, times: float = 1.0) -> Operand | None:
-    inner = materialize(atom.args[0], canon, root) if atom.args else None
+    find = _condition if atom.name in _FILLS else materialize
+    inner = find(atom.args[0], canon, root) if atom.args else None
     if inner is None:
         return None
     if atom.name == "permute":
@@ -134,6 +144,34 @@ def _made(atom: Atom, canon: Canon, root: Node, times: float = 1.0) -> Operand |
         fill = times * (atom.attrs[0] if atom.attrs else float("-inf"))
         return Made(_FILLED, (inner, 0.0, fill), atom.shape)
     return None
+
+
+def is_triangle(mask: Poly, boolean: bool) -> bool:
+    """Whether a mask keeps the lower triangle of a square: of each row something, whatever hides the rest.
+
+    One that is added to scores says itself what it keeps, or is what is one there, or elsewhere, so many times that the
+    other is hidden.
+    """
+    (mono, times), *more = mask.terms or ((None, 0.0),)
+    atom = None if mono is None or more else mono.atom
+    kept = boolean or times > 0
+    if not boolean and atom is not None and atom.name in _FILLS and times == 1:
+        atom = atom.args[0].atom
+    elif not boolean and abs(times) < -HIDES:
+        return False
+    while atom is not None and atom.name in ("reshape", "not"):
+        kept ^= atom.name == "not"
+        atom = atom.args[0].atom
+    return atom is not None and atom.name == "causal" and kept and mask.shape[-2:] == atom.shape
+
+
+def _condition(poly: Poly, canon: Canon, root: Node) -> Operand | None:
+    """What computes whether something holds, or whether it does not."""
+    for wanted in (poly, negated(canon.space, poly)):
+        node = next((n for n in canon.nodes.get(wanted, ()) if _dtype(n) == torch.bool), None)
+        if node is not None:
+            return node if wanted is poly else Made(torch.ops.aten.logical_not.default, (node,), poly.shape)
+    return materialize(poly, canon, root)
 
 
 def with_rows_kept(value: Operand, mask: Any) -> Operand:

@@ -27,6 +27,7 @@ from opsmith.compiler.find.growth import grow
 from opsmith.compiler.find.match import Binding, Matcher, Mismatch
 from opsmith.compiler.find.operands import (
     Made,
+    is_triangle,
     materialize,
     nodes_in,
     of_wider,
@@ -222,9 +223,13 @@ class _Finder:
         how = template.pattern.recognition
         terms = {name: value for name, value in binding.items() if isinstance(value, Poly)}
         call: dict[str, Any] = {**template.pattern.fixed, **binding}
+        for mask in terms.keys() & how.masks.keys():
+            if is_triangle(terms[mask], template.pattern.dtypes.get(mask) == "bool"):
+                del terms[mask], call[mask]
+                call[how.masks[mask]] = True
         layouts: dict[str, tuple[int, ...]] = {}
         for name, value in terms.items():
-            operand = materialize(value, canon, root)
+            operand = materialize(value, canon, root, name in how.masks)  # a constant changes no softmax
             if operand is None and name in how.shared:
                 operand = of_wider(value, canon, root)
             number = how.multiplies.get(name, "")

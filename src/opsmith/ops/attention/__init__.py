@@ -252,6 +252,7 @@ def _written(how: str, fn: Callable[..., Tensor]) -> Pattern:
             aligned=("q", "k", "v"),
             repeats=("k", "v"),
             rows={"q": "mask"},
+            masks={"mask": "causal"},
             vectors={"sinks": -3} if "sinks" in how else {},
             multiplies={} if "cap" in how else {"q": "scale"},
             numbers=_OF_CAPPED if "cap" in how else {},

@@ -160,6 +160,13 @@ def _attn_where(q: Any, k: Any, v: Any, m: Any) -> Any:
     return scores.softmax(-1) @ v
 
 
+def _attn_numbers(q: Any, k: Any, v: Any, m: Any) -> Any:
+    """GPT-2's: numbers as tensors without axes."""
+    scores = q @ k.transpose(-1, -2) / torch.full([], 8**0.5, dtype=q.dtype)
+    hidden = torch.full([], torch.finfo(q.dtype).min, dtype=q.dtype)
+    return torch.where(m, scores, hidden).softmax(-1) @ v
+
+
 def _attn_tril(q: Any, k: Any, v: Any) -> Any:
     scores = q @ k.transpose(-1, -2) * 0.5
     causal = torch.tril(torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device))
@@ -313,6 +320,7 @@ SPELLINGS: list[tuple[str, str, Callable[..., Any], tuple[Any, ...]]] = [
     ("attention", "additive", _attn_additive, (_Q, _Q, _Q, (2, 1, 6, 6))),
     ("attention", "masked_fill", _attn_fill, (_Q, _Q, _Q, "mask")),
     ("attention", "where", _attn_where, (_Q, _Q, _Q, "mask")),
+    ("attention", "numbers", _attn_numbers, (_Q, _Q, _Q, "mask")),
     ("attention", "mask before the division", _attn_divided, (_Q, _Q, _Q, "mask")),
     ("attention", "tril", _attn_tril, (_Q, _Q, _Q)),
     ("attention", "positions", _attn_positions, ((2, 6, N), (2, 6, N), (2, 6, N), "mask")),

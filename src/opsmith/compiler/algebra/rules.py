@@ -195,6 +195,14 @@ def _zeros(c: Canon, node: Node, **_: Any) -> Poly:
     return c.space.zero
 
 
+@rule("full", "scalar_tensor")
+def _full(c: Canon, node: Node, **given: Any) -> Poly:
+    value = given.get("fill_value", given.get("s"))
+    if shape_of(node) or not isinstance(value, int | float):
+        raise Unreadable  # a number by itself, as GPT-2 has its scale
+    return c.space.const(float(value))
+
+
 @rule("one_hot")
 def _one_hot(c: Canon, node: Node, self: Any, num_classes: int) -> Poly:
     return c.space.fn("one_hot", c(self), shape=shape_of(node))

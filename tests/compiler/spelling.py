@@ -160,6 +160,15 @@ def _attn_where(q: Any, k: Any, v: Any, m: Any) -> Any:
     return scores.softmax(-1) @ v
 
 
+def _attn_einsum_scores(q: Any, k: Any, v: Any) -> Any:
+    """DeepSeek's own: the scores of a query, head by head."""
+    n = q.shape[1]
+    mask = torch.full((n, n), float("-inf")).triu_(1)
+    scores = torch.einsum("bshd,bthd->bsht", q, k) * 0.5 + mask.unsqueeze(1)
+    weights = scores.softmax(dim=-1, dtype=torch.float32).type_as(q)
+    return torch.einsum("bsht,bthd->bshd", weights, v)
+
+
 def _attn_numbers(q: Any, k: Any, v: Any, m: Any) -> Any:
     """GPT-2's: numbers as tensors without axes."""
     scores = q @ k.transpose(-1, -2) / torch.full([], 8**0.5, dtype=q.dtype)
@@ -308,6 +317,7 @@ SPELLINGS: list[tuple[str, str, Callable[..., Any], tuple[Any, ...]]] = [
     ("attention", "definition", _attn_definition, (_Q, _Q, _Q)),
     ("attention", "einsum", _attn_einsum, (_Q, _Q, _Q)),
     ("attention", "einsum, heads inside", _attn_einsum_inside, ((2, 6, 3, 8),) * 3),
+    ("attention", "einsum, heads inside the scores", _attn_einsum_scores, ((2, 6, 3, 8),) * 3),
     ("attention", "bmm", _attn_bmm, (_Q, _Q, _Q)),
     ("attention", "late division", _attn_late_division, (_Q, _Q, _Q)),
     ("attention", "sequence first", _attn_sequence_first, ((2, 6, 3, 8),) * 3),

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import opsmith
 import opsmith.ops
@@ -172,6 +173,41 @@ def test_every_spelling_is_found(case: tuple[Any, Any, dict[str, Any]], dynamic:
     assert site.card.name == "rope", [str(m) for m in found.misses]
     assert {k: v for k, v in site.arguments.items() if k not in ("x", "cos", "sin")} == options
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+
+
+class _Turn(nn.Module):
+    """DeepSeek's own rotation."""
+
+    def forward(self, x: Any, turn: Any) -> Any:
+        z = torch.view_as_complex(x.float().view(*x.shape[:-1], -1, 2))
+        turn = turn.view(1, z.size(1), 1, z.size(-1))
+        return torch.view_as_real(z * turn).flatten(3).to(x.dtype)
+
+
+class _Broken(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(_Turn() for _ in range(2))
+        self.register_buffer("turn", torch.polar(torch.ones(20, 4), torch.randn(20, 4)))
+
+    def forward(self, x: Any) -> Any:
+        turn = self.turn[: x.size(1)]
+        for layer in self.layers:
+            torch._dynamo.graph_break()
+            x = layer(x, turn)
+        return x
+
+
+def test_a_complex_table_from_before_a_break_may_have_sizes_that_vary() -> None:
+    model = _Broken()
+    fast: Any = opsmith.optimize(_Broken(), torch.randn(2, 7, 3, 8), config=UNTIMED)
+    fast.load_state_dict(model.state_dict())
+    assert fast.opsmith.report.found == {"rope": 1}, (
+        fast.opsmith.report.misses
+    )  # one graph serves both layers
+    for n in (7, 5):
+        x = torch.randn(2, n, 3, 8)
+        torch.testing.assert_close(fast(x), model(x), rtol=1e-5, atol=1e-6)
 
 
 def test_what_only_moves_a_rotation_is_no_near_miss() -> None:

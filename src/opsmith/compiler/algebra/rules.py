@@ -478,7 +478,7 @@ def _einsum(c: Canon, node: Node, equation: str, tensors: Any, path: Any) -> Pol
     ):
         raise Unreadable
     s = c.space
-    a = views.permute(c(tensors[0]), tuple(left.index(i) for i in batch + rows + inner))
+    a = views.permute_rows(c(tensors[0]), tuple(left.index(i) for i in batch + rows + inner))
     b = views.permute(c(tensors[1]), tuple(right.index(i) for i in batch + inner + cols))
     sizes = dict(zip(output, shape_of(node), strict=True))
     product_ = s.matmul(a, b, tuple(sizes[i] for i in order))

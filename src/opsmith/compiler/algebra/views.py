@@ -29,13 +29,11 @@ def reshape(p: Poly, old: Shape, new: Shape) -> Poly:
 
 def _through(p: Poly, old: Shape, new: Shape) -> Poly:
     """Reshape of every atom, where each spans the leading dimensions wholly."""
-    mono = p.terms[0][0] if len(p.terms) == 1 else None
-    alone = mono is not None and len(mono.factors) == 1 and mono.expo is None
-    inner = partial(_atom, p.space, old=old, new=new, alone=alone)
+    inner = partial(_atom, p.space, old=old, new=new)
     return p.space.rebuilt(p, inner, lambda e: _through(e, old, new))
 
 
-def _atom(s: Space, atom: Atom, old: Shape, new: Shape, *, alone: bool) -> Poly:
+def _atom(s: Space, atom: Atom, old: Shape, new: Shape) -> Poly:
     if not atom.shape:
         return s.from_atom(atom)
     same_last = bool(old) and bool(new) and old[-1] == new[-1]
@@ -82,7 +80,7 @@ def _atom(s: Space, atom: Atom, old: Shape, new: Shape, *, alone: bool) -> Poly:
             for part, size in zip(atom.args, sizes, strict=True)
         ]
         return join(kind, parts, sizes, new)
-    if atom.shape == old and (alone or same_last):
+    if atom.shape == old:
         return s.fn("reshape", s.from_atom(atom), shape=new, attrs=(new,))
     raise _Outside
 
@@ -99,6 +97,37 @@ def permute(p: Poly, perm: tuple[int, ...]) -> Poly:
         return permute(p.space.from_atom(atom), perm) * coef
     shape = tuple(p.shape[i] for i in perm) if len(p.shape) == len(perm) else p.shape
     return p.space.fn("permute", p, shape=shape, attrs=perm)
+
+
+def permute_rows(p: Poly, perm: tuple[int, ...]) -> Poly:
+    """The same, moved into a softmax over the last axis where that stays the last: exponentials, and sums over it."""
+    if perm[-1] != len(perm) - 1 or len(p.terms) != 1 or p.terms[0][0].expo is None:
+        return permute(p, perm)
+    try:
+        return _rows(p, perm)
+    except _Outside:
+        return permute(p, perm)
+
+
+def _rows(p: Poly, perm: tuple[int, ...]) -> Poly:
+    s = p.space
+
+    def of(atom: Atom) -> Poly:
+        shape = (*(1,) * (len(perm) - len(atom.shape)), *atom.shape)
+        new = tuple(shape[i] for i in perm)
+        if not atom.shape:
+            return s.from_atom(atom)
+        if atom.name in ("sum", "max", "base") and len(atom.shape) == len(perm):
+            return s.fn(atom.name, _rows(atom.args[0], perm), shape=new)
+        if [n for n in shape if n != 1] == [n for n in new if n != 1]:
+            while len(new) > 1 and new[0] == 1:
+                new = new[1:]
+            return reshape(s.from_atom(atom), atom.shape, new)
+        if len(atom.shape) < len(perm):
+            raise _Outside
+        return permute(s.from_atom(atom), perm)
+
+    return s.rebuilt(p, of, lambda e: _rows(e, perm))
 
 
 def transpose(p: Poly, rank: int) -> Poly:

@@ -191,28 +191,25 @@ def with_rows_kept(value: Operand, mask: Any) -> Operand:
 
 def of_wider(poly: Poly, canon: Canon, root: Node) -> Operand | None:
     """A term that stands in a node as each of two equal halves, as every second element, or as a complex part."""
-    if not poly.shape or not isinstance(poly.shape[-1], int):
-        return None
-    size = poly.shape[-1]
-    made = [(n, _part_of(poly, term, n, size, canon)) for term, nodes in canon.nodes.items() for n in nodes]
+    made = [(n, _part_of(poly, term, n)) for term, nodes in canon.nodes.items() for n in nodes]
     found = [f for f in made if f[1] is not None]
     return min(found, key=lambda f: (_dtype(f[0]) != _dtype(root), f[0]), default=(root, None))[1]
 
 
-def _part_of(poly: Poly, term: Poly, node: Node, size: int, canon: Canon) -> Operand | None:
+def _part_of(poly: Poly, term: Poly, node: Node) -> Operand | None:
     shape = shape_of(node)
-    if not shape or shape[-1] not in (size, 2 * size):
+    if not shape or not poly.shape:
         return None
-    narrow = (*shape[:-1], size)
     if node.meta["val"].is_complex():
         for i, part in enumerate(pieces.parts(term)):
             if part is poly:
                 pair = Made(torch.ops.aten.view_as_real.default, (node,), (*shape, 2))
                 return _dense(Made(torch.ops.aten.select.int, (pair, -1, i), shape))
         return None
-    wide = 2 * size
-    if shape[-1] != wide or not term.shape or term.shape[-1] != wide:
+    size = poly.shape[-1]
+    if not isinstance(size, int) or not term.shape or not shape[-1] == term.shape[-1] == 2 * size:
         return None
+    wide, narrow = 2 * size, (*shape[:-1], size)
     if all(pieces.take(term, ("block", i * size, size), wide) is poly for i in range(2)):
         return Made(torch.ops.aten.slice.Tensor, (node, -1, 0, size), narrow)
     if all(pieces.take(term, ("turn", i, 2), wide) is poly for i in range(2)):

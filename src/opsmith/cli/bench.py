@@ -125,7 +125,7 @@ def run(
                     results.append(result)
                     faults += result.faults
         except WrongResult as wrong:
-            output.console.print(f"{wrong}\n", style="red", markup=False)
+            output.console.print(f"{wrong}\n", style="red")
             faults.append(str(wrong))
         output.keep(_as_json(results, faults, [card.name for card, _ in work[done + 1 :]]))
     if len(results) > 1:
@@ -157,7 +157,7 @@ def _projects(
             for findings in elsewhere(console, folder, dtype, quick):
                 refuse(findings)
         except WrongResult as wrong:
-            console.print(f"{wrong}\n", style="red", markup=False)
+            console.print(f"{wrong}\n", style="red")
             unfit |= dict.fromkeys(mine, str(wrong))
     return found, unfit
 
@@ -215,7 +215,7 @@ def _print(console: Console, result: Benchmark) -> None:
         table.add_row(*cells, size_of(result.peak[name]))
     console.print(table)
     for note in (*result.notes, *result.faults):
-        console.print(f"  {note}", style="yellow", markup=False)
+        console.print(f"  {note}", style="yellow")
     console.print()
 
 

@@ -74,7 +74,7 @@ def run(
         chosen = backend or list(kernels.backends()) or ["cpu"]  # which is then missed
         for other in sorted((kernels.folder / "kernels").glob("[a-z]*/")):
             if other.name not in known:
-                output.console.print(f"{other} is left out: {backends.missing(other.name)}", markup=False)
+                output.console.print(f"{other} is left out: {backends.missing(other.name)}")
         if missing := sorted(set(chosen) - set(kernels.backends())):
             there = ", ".join(kernels.backends()) or "none"
             raise CommandError(
@@ -82,23 +82,19 @@ def run(
             )
         for one in chosen:
             if not backend and (why := tool_missing(one)):
-                output.console.print(
-                    f"{kernels.name}, {one}, is left out: {why}", style="yellow", markup=False
-                )
+                output.console.print(f"{kernels.name}, {one}, is left out: {why}", style="yellow")
                 continue
             start = time.perf_counter()
             with _said(output.console):
                 made = compile_backend(kernels, one, _steps(output.console))
             seconds = time.perf_counter() - start
-            output.console.print(
-                f"{kernels.name}, {one}: {made} ({seconds:.1f} s)", markup=False, soft_wrap=True
-            )
+            output.console.print(f"{kernels.name}, {one}: {made} ({seconds:.1f} s)", soft_wrap=True)
             results.append({"operator": kernels.name, "backend": one, "made": made, "seconds": seconds})
     wheel = None
     if aot is not None:
         with _said(output.console), told():
             wheel = write_wheel(folder, aot, _steps(output.console))
-        output.console.print(f"wheel: {wheel}", markup=False, soft_wrap=True)
+        output.console.print(f"wheel: {wheel}", soft_wrap=True)
     output.finish({"built": results, "wheel": wheel})
 
 
@@ -106,7 +102,7 @@ def _reach(target: str, folder: Path | None, output: Output) -> None:
     """What a back end builds of a project, or of the library, beside its kernels."""
     with _said(output.console):
         text, data = _targets()[target].make(target, folder)
-    output.console.print(text, markup=False, soft_wrap=True)
+    output.console.print(text, soft_wrap=True)
     output.finish(data)
 
 
@@ -119,10 +115,10 @@ def _said(console: Console) -> Iterator[None]:
         yield
     except BuildError as error:
         first, *below = str(error).splitlines()
-        console.print("\n".join(below), style="red", markup=False, soft_wrap=True)
+        console.print("\n".join(below), style="red", soft_wrap=True)
         raise CommandError(first.removeprefix("opsmith: ")) from error
 
 
 def _steps(console: Console) -> Any:
     """Ninja's steps, as it takes them."""
-    return lambda done, total, file: console.print(f"[{done}/{total}] {Path(file).name}", markup=False)
+    return lambda done, total, file: console.print(f"[{done}/{total}] {Path(file).name}")

@@ -111,7 +111,7 @@ def run(
             rows.append(Row(label, nbytes, found))
     advice = recommended(rows, within)
     _show(output, rows, path.name, text.name)
-    output.console.print(advice, markup=False)
+    output.console.print(advice)
     output.finish(
         {
             "model": type(model).__name__,

@@ -113,8 +113,7 @@ class Demo(Phases):
         """Everything, in order; what is returned is the JSON."""
         mini = self.load("load the model", load, KINDS)
         self.console.print(
-            f"MiniLM from {mini.source}: {len(DOCUMENTS)} sentences to search, {len(QUERIES)} queries",
-            markup=False,
+            f"MiniLM from {mini.source}: {len(DOCUMENTS)} sentences to search, {len(QUERIES)} queries"
         )
         results: dict[str, Any] = {}
         plans: list[Plan] = []
@@ -134,7 +133,7 @@ class Demo(Phases):
             [shape for one in plans for shape in one.shapes], plans[0].machine, plans[0].versions
         ).save(plan_file)
         self.console.rule(style="dim")
-        self.console.print(f"plan saved to {saved}", markup=False)
+        self.console.print(f"plan saved to {saved}")
         return self.data(model=mini.source, versions=plans[0].versions, dtypes=results, plan=str(saved))
 
     def _one(self, mini: MiniLM, exact: _Exact, name: str) -> tuple[dict[str, Any], Any]:
@@ -182,9 +181,9 @@ class Demo(Phases):
         after = ranking(embeddings[models.OPSMITH][1], embeddings[models.OPSMITH][0])
         if name == self.dtypes[0]:
             for query, order in zip(QUERIES, after, strict=True):
-                self.console.print(f"\n  {query}", style="bold", markup=False)
+                self.console.print(f"\n  {query}", style="bold")
                 for place, index in enumerate(order[:3], 1):
-                    self.console.print(f"    {place}. {DOCUMENTS[index]}", markup=False)
+                    self.console.print(f"    {place}. {DOCUMENTS[index]}")
             self.console.print()
         if before == after:
             self.console.print(
@@ -193,7 +192,7 @@ class Demo(Phases):
         else:
             first = next(i for i, pair in enumerate(zip(before, after, strict=True)) if pair[0] != pair[1])
             self.faults.append(f"the ranking in {name} changed for the query {QUERIES[first]!r}")
-            self.console.print(f"search: {self.faults[-1]}", style="red", markup=False)
+            self.console.print(f"search: {self.faults[-1]}", style="red")
         return errors, {"before": before, "after": after, "same": before == after}
 
     def _times(
@@ -207,7 +206,7 @@ class Demo(Phases):
         }
         contenders: dict[str, nn.Module] = {models.EAGER: eager, models.OPSMITH: fast}
         if self.compiled and (why := measure.without_unit(dtype)):
-            self.console.print(f"torch.compile is not timed: {why}", markup=False)
+            self.console.print(f"torch.compile is not timed: {why}")
         elif self.compiled:
             compiled: Any = torch.compile(copy.deepcopy(eager))
             with self.phase(f"torch.compile {name}"):

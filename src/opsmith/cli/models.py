@@ -192,7 +192,7 @@ def print_sites(console: Console, session: Session) -> None:
     for operator, one in found(session).items():
         fused = ", ".join(f"{n} with {what}" for what, n in one["with"].items())
         lines.append(f"{one['sites']} {operator}" + (f" ({fused})" if fused else ""))
-    console.print("found: " + (", ".join(lines) or "no operator of ours"), markup=False)
+    console.print("found: " + (", ".join(lines) or "no operator of ours"))
     every = {shape.sizes or "fixed" for shape in session.plan.shapes}
     table = Table("operator", "runs on", "sites", "at sizes", "why", box=None, pad_edge=False)
     for row in chosen(session.plan):
@@ -207,7 +207,7 @@ def print_sites(console: Console, session: Session) -> None:
     console.print(table)
     report = session.report
     for line in report.quantized_lines:
-        console.print(line, markup=False)
+        console.print(line)
     remarks = {
         "not quantized": [str(layer) for layer in report.quantized if not layer.of_few_bits],
         "rolled back": report.rolled_back,
@@ -216,13 +216,13 @@ def print_sites(console: Console, session: Session) -> None:
     }
     for what, lines in remarks.items():
         for line in lines[:_LINES]:
-            console.print(f"{what}: {shorten(line, _WIDTH)}", style="yellow", markup=False)
+            console.print(f"{what}: {shorten(line, _WIDTH)}", style="yellow")
         if len(lines) > _LINES:
             console.print(f"{what}: {len(lines) - _LINES} more, all of them in the JSON", style="yellow")
     if report.sites and not (report.rolled_back or report.overruled or report.misses):
         console.print("every site within its tolerance; nothing rolled back, no near miss")
     for line in report.hints():
-        console.print(line, markup=False)
+        console.print(line)
 
 
 def print_times(console: Console, title: str, results: Mapping[str, measure.Comparison]) -> None:

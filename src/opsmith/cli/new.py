@@ -61,7 +61,7 @@ def run(
             f"{wrong.filename or prototype}: {wrong.strerror}; name another file or folder"
         ) from wrong
     for line in (*map(str, files), *notes):
-        output.console.print(line, markup=False, soft_wrap=True)
+        output.console.print(line, soft_wrap=True)
     steps = [f"opsmith {verb} {made}" for verb in ("build", "verify", "bench")]
-    output.console.print(f"Next: {'; '.join(steps)}", markup=False, soft_wrap=True)
+    output.console.print(f"Next: {'; '.join(steps)}", soft_wrap=True)
     output.finish({"folder": str(made), "files": list(map(str, files)), "notes": notes})

@@ -77,11 +77,11 @@ def run(
     if writes and most and new >= most:
         raise CommandError(f"--new-tokens {new} leaves no prompt in the model's {most} positions; name fewer")
     parameters = sum(p.numel() for p in model.parameters())
-    console.print(f"{type(model).__name__}, {parameters / 1e6:.1f} million parameters", markup=False)
+    console.print(f"{type(model).__name__}, {parameters / 1e6:.1f} million parameters")
     with torch.no_grad():
         exact, without = _exact(model, examples[0], parameters)
         if without:
-            console.print(without, style="yellow", markup=False)
+            console.print(without, style="yellow")
         # For eager: modules of its own, in which nothing will be packed, on the same tensors.
         original = copy.deepcopy(model, {id(t): t for t in (*model.parameters(), *model.buffers())})
         start = time.perf_counter()
@@ -123,7 +123,7 @@ def run(
             ids = examples[0]["input_ids"][:, : most and most - new]
             writing = _written(console, original, writer, ids, new)
     if plan is not None:
-        console.print(f"plan saved to {session.plan.save(plan)}", markup=False)
+        console.print(f"plan saved to {session.plan.save(plan)}")
     output.finish(
         {
             "model": type(model).__name__,
@@ -166,8 +166,7 @@ def _written(console: Console, original: Any, model: Any, ids: torch.Tensor, new
     console.print(
         f"writes {1 / median(ours['token']):.1f} tokens/s, eager {1 / median(eager['token']):.1f}: "
         f"{speedup(ratios['token'])}; the first after {time_of(median(ours['first']))}, eager's after "
-        f"{time_of(median(eager['first']))}",
-        markup=False,
+        f"{time_of(median(eager['first']))}"
     )
     seconds = {"eager": eager, "opsmith": ours}
     return {"seconds": seconds, "ratios": {what: ratio.to_json() for what, ratio in ratios.items()}}

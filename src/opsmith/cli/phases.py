@@ -50,8 +50,7 @@ class Phases:
         self.machine = measure.describe()
         self.tier = libraries.status().tier if native else "none, plain PyTorch"
         self.console.print(
-            f"{self.machine.cpu}, {self.machine.threads} threads, kernels: {self.tier}, torch {self.machine.torch}",
-            markup=False,
+            f"{self.machine.cpu}, {self.machine.threads} threads, kernels: {self.tier}, torch {self.machine.torch}"
         )
         return loaded
 
@@ -59,6 +58,6 @@ class Phases:
         """The JSON, with what is particular to this run; and prints how long the phases took."""
         self.seconds["total"] = time.perf_counter() - self._started
         phases = ", ".join(f"{what} {spent:.1f} s" for what, spent in self.seconds.items())
-        self.console.print(f"time: {phases}", markup=False)
+        self.console.print(f"time: {phases}")
         head = {"ok": not self.faults, "faults": self.faults, "machine": self.machine.to_json()}
         return {**head, "tier": self.tier, **particular, "seconds": self.seconds}

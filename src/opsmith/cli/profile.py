@@ -64,7 +64,7 @@ def run(
     assert isinstance(found, Profile)
     show(found, output.console)
     if earlier is not None:
-        output.console.print(f"\nagainst {against}:\n{found.diff(earlier)}", markup=False)
+        output.console.print(f"\nagainst {against}:\n{found.diff(earlier)}")
     if html is not None:
         found.to_html(html)
     if trace is not None:

@@ -85,7 +85,7 @@ def elsewhere(console: Console, folder: str, dtype: list[str] | None, quick: boo
     for kernels, backend in product(kernels_of(load(folder)), ("triton", "cuda")):
         if kernels.source(backend).exists() and (why := tool_missing(backend)):
             what = f"{kernels.name}, {backend}, is not checked: {why}"
-            console.print(what, style="yellow", markup=False, soft_wrap=True)
+            console.print(what, style="yellow", soft_wrap=True)
     chosen = [one for card in cards_of(load(folder)) for one in dtypes_of(card, dtype)] if dtype else []
     with console.status("compilers, interpreter and emulation"):
         return list(checks.elsewhere(folder, chosen, quick=quick))
@@ -113,7 +113,5 @@ def _print(console: Console, findings: list[Finding]) -> None:
     for finding in sorted((f for f in findings if not f.ok), key=lambda f: f.elements):
         smallest.setdefault((finding.implementation, finding.check), finding)
     for finding in smallest.values():
-        console.print(
-            f"    {finding.implementation}, {finding.place}: {finding.why}", markup=False, soft_wrap=True
-        )
+        console.print(f"    {finding.implementation}, {finding.place}: {finding.why}", soft_wrap=True)
     console.print()

@@ -36,9 +36,7 @@ class Demo(Phases):
     def run(self) -> dict[str, Any]:
         """Everything, in order; what is returned is the JSON."""
         self.folder = self.load("load the model; the first time, convert it", gemma.folder, KINDS)
-        self.console.print(
-            f"Gemma 3 270M, under Google's terms: {gemma.TERMS}, {gemma.terms()}\n", markup=False
-        )
+        self.console.print(f"Gemma 3 270M, under Google's terms: {gemma.TERMS}, {gemma.terms()}\n")
         self._float32()
         for name in FORMATS[1:]:
             self._format(name)
@@ -57,7 +55,7 @@ class Demo(Phases):
             if was != now:
                 self.faults.append(f"in float32 the text after {prompt!r} changed")
         said = self.faults[-1] if self.faults else f"{len(before)} × {self.new} tokens: the same as before"
-        self.console.print(said, style="red" if self.faults else "green", markup=False)
+        self.console.print(said, style="red" if self.faults else "green")
         opsmith.restore(model)
 
     def _format(self, name: str) -> None:
@@ -97,7 +95,7 @@ class Demo(Phases):
             length = max(length, ids.shape[1])
             if show:
                 self.console.print(f"{name}: ", end="", style="bold")
-                self.console.print(prompt, end="", style="dim", markup=False)
+                self.console.print(prompt, end="", style="dim")
             text = TextStreamer(self.tokenizer, skip_prompt=True) if show else None
             runs.append(generator.generate(model, ids, self.new, text=text))
         weights = generator.weight_bytes(model)

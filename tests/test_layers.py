@@ -60,7 +60,7 @@ MAY_IMPORT["__main__"] = {"cli"}
 
 # The compiler is one street: each part may import those before it.
 STAGES = (
-    *("config", "plan", "kept", "reasons", "progress"),
+    *("config", "plan", "kept", "reasons", "progress", "meanwhile"),
     *("algebra", "capture", "find", "steps", "choose", "prove", "program", "modules"),
     *("report", "code", "session", "frozen", "entry", "copying", "warmup", "api", "__init__"),
 )

@@ -6,7 +6,6 @@ import inspect
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from opsmith.compiler.meanwhile import meanwhile
 from opsmith.compiler.modules.texts import beginning_and_rows
 
 _AT_ONCE = 256 << 20  # bytes of float32 logits that one model may give at a time, where it can give fewer
@@ -140,7 +140,7 @@ def evaluate(
     windows = _windows(model, text_or_ids, window, tokenizer)
     _check_vocabularies([size for one in models if (size := _said(one, "vocab_size"))])
     measured = []
-    with _evaluating(models):
+    with meanwhile([m for one in models for m in one.modules()], "training", False):
         for tokens in windows:
             measured += [block for part in _compare(models, tokens) for block in part.split(_BLOCK)]
     return _estimates(measured, window)
@@ -246,19 +246,6 @@ def _check_vocabularies(sizes: list[int]) -> None:
             f"evaluate: the models' vocabularies differ, {sizes[0]} and {sizes[1]} tokens; against must be a model of "
             "the same tokenizer"
         )
-
-
-@contextmanager
-def _evaluating(models: Sequence[nn.Module]) -> Iterator[None]:
-    """Evaluation mode for a while."""
-    training = [m for model in models for m in model.modules() if m.training]
-    for module in training:
-        module.training = False
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
 
 
 def _windows(model: nn.Module, given: Any, window: int, tokenizer: Any) -> list[Tensor]:

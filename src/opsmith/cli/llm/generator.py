@@ -6,7 +6,6 @@ import contextlib
 import resource
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from opsmith.compiler.meanwhile import meanwhile
 from opsmith.ops import PackedExperts, PackedLinear
 
 
@@ -77,7 +77,8 @@ def generate(
         return torch.full_like(scores, -torch.inf).scatter(1, chosen, 0.0)
 
     clock = Clock(text)
-    with _without_end(model):
+    # An end of text would end it early.
+    with meanwhile([model.generation_config], "eos_token_id", None):
         clock.started = time.perf_counter()
         out = model.generate(
             ids,
@@ -93,17 +94,6 @@ def generate(
     steps = [b - a for a, b in zip(clock.times, clock.times[1:], strict=False)]
     logits = torch.stack(out.logits, 1).float() if check else None
     return Generated(out.sequences[:, ids.shape[1] :], clock.times[0], steps, logits)
-
-
-@contextlib.contextmanager
-def _without_end(model: Any) -> Iterator[None]:
-    """An end of text would end it early."""
-    config = model.generation_config
-    was, config.eos_token_id = config.eos_token_id, None
-    try:
-        yield
-    finally:
-        config.eos_token_id = was
 
 
 def weight_bytes(model: nn.Module) -> int:

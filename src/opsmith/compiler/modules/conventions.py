@@ -11,7 +11,6 @@ import importlib.util
 import inspect
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -185,19 +184,6 @@ def attention_of(model: nn.Module) -> str | None:
     """The name of the attention that a model uses, if it asks the library's registry for it."""
     names = {getattr(config, ATTENTION) for config in configs(model)}
     return names.pop() if len(names) == 1 else None
-
-
-@contextmanager
-def attending(chosen: Collection[Any], name: str) -> Iterator[None]:
-    """Models with another attention, for a while."""
-    before = [getattr(config, ATTENTION) for config in chosen]
-    try:
-        for config in chosen:
-            setattr(config, ATTENTION, name)
-        yield
-    finally:
-        for config, its in zip(chosen, before, strict=True):
-            setattr(config, ATTENTION, its)
 
 
 def own_attention(module: nn.Module, name: str) -> Callable[..., Any] | None:

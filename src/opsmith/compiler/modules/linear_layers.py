@@ -7,6 +7,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
+from opsmith.compiler.meanwhile import meanwhile
+
 
 def linear_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """`nn.Linear`, its subclasses, and what computes `x @ weight + bias`, in the order of the model."""
@@ -74,14 +76,11 @@ def _turned(module: nn.Module) -> bool:
     x = torch.randn(2, 3, len(weight), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     x = x.to(weight.device)
     wide = {name: t.detach().double() for name, t in held.items()}
-    training = module.training
     try:
-        with torch.no_grad():
-            got = torch.func.functional_call(module.eval(), wide, x)
+        with torch.no_grad(), meanwhile([*module.modules()], "training", False):
+            got = torch.func.functional_call(module, wide, x)
     except Exception:  # whatever it wants, it is not one tensor [..., K]
         return False
-    finally:
-        module.train(training)
     right = x @ wide["weight"] + (wide["bias"] if bias is not None else 0.0)
     if not isinstance(got, Tensor) or got.shape != right.shape or got.dtype != right.dtype:
         return False

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from opsmith.compiler.meanwhile import meanwhile
 from opsmith.compiler.modules.conventions import Roles, alone, masked, new_cache, place
 from opsmith.compiler.modules.latent.pages import LatentPages
 from opsmith.compiler.modules.latent.site import LatentSite
@@ -48,17 +49,10 @@ def seen(roles: Roles, given: Mapping[str, Any]) -> Seen:
     return Seen(given[roles.hidden][:1, some].detach().clone(), table, alone(roles, given, some))
 
 
-@contextlib.contextmanager
-def inputs_as_they_are(module: nn.Module) -> Iterator[None]:
+def inputs_as_they_are(module: nn.Module) -> contextlib.AbstractContextManager[None]:
     """Packed layers round no inputs: what that takes is no error of arithmetic, and stands in the report."""
-    rounding: list[Any] = [m for m in module.children() if getattr(m, "format", None) == "int8_dynamic"]
-    for layer in rounding:
-        layer.format = "int8"
-    try:
-        yield
-    finally:
-        for layer in rounding:
-            layer.format = "int8_dynamic"
+    rounding = [m for m in module.children() if getattr(m, "format", None) == "int8_dynamic"]
+    return meanwhile(rounding, "format", "int8")
 
 
 def identify(site: LatentSite, found: Seen) -> Verdict:

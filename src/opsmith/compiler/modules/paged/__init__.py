@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from opsmith.compiler.config import Config
+from opsmith.compiler.meanwhile import meanwhile
 from opsmith.compiler.modules import conventions
 from opsmith.decoding import Unserved, laying
 
@@ -131,7 +132,7 @@ class Paged:
         call.cache = stateless = step.Stateless(len(cache.layers))
         with ExitStack() as stack:
             stack.enter_context(laying(prepared))
-            stack.enter_context(conventions.attending(self._configs, step.NAME))
+            stack.enter_context(meanwhile(self._configs, conventions.ATTENTION, step.NAME))
             result = run(**call.given)
         prepared.commit()
         return conventions.with_cache(result, stateless, cache)

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from opsmith.compiler.meanwhile import meanwhile
 from opsmith.compiler.modules import conventions
 from opsmith.compiler.prove.wide import Exact, widened
 from opsmith.compiler.reasons import raised
@@ -70,7 +71,7 @@ def study(model: nn.Module, tokens: Tensor, windows: list[int | None], verify: b
     _watching.name, _watching.seen = name, []
 
     def runs(cache: Any) -> Tensor:
-        with torch.no_grad(), conventions.attending(chosen, _NAME):
+        with torch.no_grad(), meanwhile(chosen, conventions.ATTENTION, _NAME):
             return _last(model._call_impl(**inputs, **_kept(model), past_key_values=cache, use_cache=True))
 
     try:
@@ -90,7 +91,7 @@ def study(model: nn.Module, tokens: Tensor, windows: list[int | None], verify: b
                 return f"layer {at} gives its attention {odd[0]}"
         if verify and (why := _wrong({at: (by_layer[at], window) for at, window in enumerate(windows)})):
             return why
-        with torch.no_grad(), conventions.attending(chosen, step.NAME):
+        with torch.no_grad(), meanwhile(chosen, conventions.ATTENTION, step.NAME):
             ours = _last(_stepwise(model, inputs, windows))
         if not _near(own, ours, lambda: runs(conventions.new_cache(model))):
             return "without its mask and with another cache it computes something else"

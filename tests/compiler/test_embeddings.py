@@ -189,3 +189,18 @@ def test_generating_without_the_float_table() -> None:
     opsmith.optimize(model, example, config=QUIET.model_copy(update={"quantize_release": True}))
     assert model.lm_head.weight.is_meta
     assert model.generate(ids, max_new_tokens=4, do_sample=False, eos_token_id=None).equal(tokens)
+
+
+def test_a_models_own_table_of_few_bits_keeps_its_scales_in_another_dtype() -> None:
+    table = torch.randn(80, 52, generator=torch.Generator().manual_seed(3))
+    own = opsmith.ops.QuantizedEmbedding.from_float(table)
+    model, ids = nn.Sequential(own, nn.Linear(52, 40)).eval(), torch.tensor([[3, 79, 0, 3]])
+    expected = copy.deepcopy(model).to(torch.bfloat16)
+    config = opsmith.Config(tune=False, inductor=False)
+    opsmith.optimize(model, (ids,), dtype=torch.bfloat16, config=config)
+    assert (own.scale.dtype, own.dtype) == (torch.float32, torch.bfloat16)
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids), expected(ids), rtol=2**-6, atol=2**-6)
+    opsmith.restore(model)
+    assert own.dtype == torch.float32
+    assert own(ids).equal(own.dequantize()[ids])

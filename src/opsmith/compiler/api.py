@@ -32,7 +32,7 @@ from opsmith.compiler.warmup import Warmup, check
 from opsmith.measure.pages import Read
 from opsmith.measure.pool import tensors_of
 from opsmith.ops.packed_linear.formats import CHOICES
-from opsmith.ops.packed_linear.module import PackedLinear
+from opsmith.ops.rounding import KeepsDtypes
 
 
 def backend(gm: fx.GraphModule, example_inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
@@ -294,9 +294,10 @@ def _calls(example_inputs: Any) -> list[Call]:
 def _cast(model: nn.Module, dtype: torch.dtype, before: dict[str, Tensor]) -> None:
     """Cast the floating-point parameters and buffers; what they were is kept in `before`, for `restore`."""
     read = Read()
-    packed = {id(t) for m in model.modules() if isinstance(m, PackedLinear) for t in m.packed}
+    rounded = (m for m in model.modules() if isinstance(m, KeepsDtypes))
+    kept = {id(m._buffers.get(name)) for m in rounded for name in m.kept}
     for name, tensor in tensors(model).items():
-        if tensor.is_floating_point() and tensor.dtype != dtype and id(tensor) not in packed:
+        if tensor.is_floating_point() and tensor.dtype != dtype and id(tensor) not in kept:
             before[name] = tensor.data
             tensor.data = tensor.data.to(dtype)
             read.add(before[name])

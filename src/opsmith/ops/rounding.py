@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 TINY = torch.finfo(torch.float32).tiny
 
@@ -20,6 +21,22 @@ class RoundingError:
 
     relative: float
     result: float | None = None
+
+
+class KeepsDtypes(nn.Module):
+    """A module some of whose buffers have the dtypes that they are rounded to, whatever the module is cast to."""
+
+    kept: tuple[str, ...]  # these buffers
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        """`.to`, `.half()`, `.cuda()`."""
+        before = {name: self._buffers.get(name) for name in self.kept}
+        super()._apply(fn, recurse)
+        for name, t in before.items():
+            now = self._buffers.get(name)
+            if t is not None and now is not None and now.dtype != t.dtype:
+                self._buffers[name] = t.to(now.device)
+        return self
 
 
 def round_in_parts(

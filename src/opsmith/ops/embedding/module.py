@@ -16,7 +16,7 @@ from opsmith.call.arguments import check_count, short
 from opsmith.ops.embedding import check_ids
 from opsmith.ops.embedding.quantized import DTYPES, prefetch_rows, quantized_embedding
 from opsmith.ops.embedding.row_cache import CacheInfo, RowCache
-from opsmith.ops.rounding import RoundingError, round_in_parts, round_rows
+from opsmith.ops.rounding import KeepsDtypes, RoundingError, round_in_parts, round_rows
 
 _NAME = "QuantizedEmbedding"
 _compiling = torch.compiler.is_dynamo_compiling
@@ -34,7 +34,7 @@ class Tuning:
     seconds: Mapping[str, float]
 
 
-class QuantizedEmbedding(nn.Module):
+class QuantizedEmbedding(KeepsDtypes):
     """An embedding whose rows are int8 with one float32 scale each: a quarter of float32's memory.
 
     `forward(ids) = table[ids] * scale[ids]`, rounded once to `dtype`. No gradient.
@@ -60,6 +60,8 @@ class QuantizedEmbedding(nn.Module):
 
     table: Tensor
     scale: Tensor
+    like: Tensor
+    kept = ("table", "scale")  # what the module is cast to is the dtype of the result
     error: RoundingError | None  # set by `from_float`; None for a module whose state was loaded
 
     def __init__(
@@ -81,11 +83,12 @@ class QuantizedEmbedding(nn.Module):
         self.num_embeddings = check_count(_NAME, "num_embeddings", num_embeddings)
         self.embedding_dim = check_count(_NAME, "embedding_dim", embedding_dim)
         self.bits = bits
-        self.dtype = dtype
         self.error = None
         shape = (num_embeddings, embedding_dim)
         self.register_buffer("table", torch.zeros(shape, dtype=torch.int8, device=device))
         self.register_buffer("scale", torch.zeros(num_embeddings, dtype=torch.float32, device=device))
+        # `.to` and `.half()` change it.
+        self.register_buffer("like", torch.empty(0, dtype=dtype, device=device), persistent=False)
         self.prefetch = prefetch
         self.cache_rows = cache_rows
 
@@ -155,15 +158,18 @@ class QuantizedEmbedding(nn.Module):
             IdError: (an IndexError and a ValueError) an id is out of range.
             TypeError: ids of another dtype.
         """
-        dtype = self.dtype if dtype is None else dtype
-        held = self._buffers  # asking the module itself for a buffer takes five times as long
-        table, scale = held["table"], held["scale"]
-        assert table is not None
-        assert scale is not None
+        held: Any = self._buffers  # asking the module itself for a buffer takes five times as long
+        table, scale, like = held["table"], held["scale"], held["like"]
+        dtype = like.dtype if dtype is None else dtype
         cache = self._cache
         if cache is None or _compiling():
             return quantized_embedding(ids, table, scale, dtype=dtype, prefetch=self._prefetch)
-        return cache.gather(ids, table, scale, dtype, self.dtype, self._prefetch)
+        return cache.gather(ids, table, scale, dtype, like.dtype, self._prefetch)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the result."""
+        return self.like.dtype
 
     def prefetch_rows(self, ids: Tensor) -> None:
         """Ask the CPU to fetch rows that are likely to be needed next, such as the likeliest next tokens.
@@ -271,12 +277,7 @@ class QuantizedEmbedding(nn.Module):
         )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantizedEmbedding:
-        """`.to`, `.half()`, `.cuda()`: a dtype is the result's, never the scales'."""
-        scale = self.scale
         super()._apply(fn, recurse)
-        if self.scale.dtype != torch.float32:
-            self.scale = scale.to(self.scale.device)
-        self.dtype = fn(torch.empty(0, dtype=self.dtype, device=scale.device)).dtype
         self.cache_rows = self.cache_rows  # what it holds is of the old device or dtype
         return self
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -14,11 +14,10 @@ from opsmith.ops.mla.check import check_tensor
 from opsmith.ops.mla.names import either_name
 from opsmith.ops.mla.projection import QUANTS, Projection, project, quantize_projection, static_scale
 from opsmith.ops.rms_norm.quant import normalize
+from opsmith.ops.rounding import KeepsDtypes
 
 _NAME = "MLAWeights"
 _STAND_IN_ROWS = 256
-# Whatever the module is cast to.
-_FLOAT32 = ("descale0", "descale1", "scale0", "offset0", "scale1", "offset1")
 _DEEPSEEK = ("kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj", "qk_nope_head_dim", "qk_rope_head_dim")
 
 Maybe = Tensor | None
@@ -175,7 +174,7 @@ class Parts(NamedTuple):
 TENSORS = Parts._fields[:-2]
 
 
-class MLAWeights(nn.Module):
+class MLAWeights(KeepsDtypes):
     """The weights of one layer's MLA pre-processing.
 
     `a = y @ wdqkv.T`, rows ordered `[ckv | k_pe | q]`; `q = norm(q) @ wuq.T`; `q_out = q_nope @ wuk` for each head.
@@ -397,6 +396,7 @@ class MLAWeights(nn.Module):
     quant: str | None
     interleaved: bool
     error: Mapping[str, float] | None
+    kept = ("descale0", "descale1", "scale0", "offset0", "scale1", "offset1")
 
     def _tensors(self) -> dict[str, Any]:
         # Asking the module itself for each of twenty tensors takes five times as long.
@@ -448,16 +448,6 @@ class MLAWeights(nn.Module):
         if self.q_lora is None:
             seen[1] = seen[0]  # one quantized x serves both
         return (seen[0][0], seen[0][1]), (seen[1][0], seen[1][1])
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> MLAWeights:
-        """`.to`, `.half()`, `.cuda()`: a dtype is the inputs', never that of scales."""
-        before = {name: self._buffers[name] for name in _FLOAT32}
-        super()._apply(fn, recurse)
-        for name, t in before.items():
-            now = self._buffers[name]
-            if t is not None and now is not None and now.dtype != t.dtype:
-                self._buffers[name] = t.to(now.device)
-        return self
 
 
 def _read_deepseek(module: nn.Module) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -24,13 +24,13 @@ from opsmith.ops.packed_linear.weight import (
     quantize,
     rows_of,
 )
-from opsmith.ops.rounding import RoundingError
+from opsmith.ops.rounding import KeepsDtypes, RoundingError
 
 _NAME = "PackedLinear"
 _STATE = ("weight", "scale", "zero", "outer")
 
 
-class PackedLinear(nn.Module):
+class PackedLinear(KeepsDtypes):
     """A linear layer on a packed weight: half, a quarter or an eighth of float32's memory, and of its time to read.
 
     `y = x @ w.T + bias`, in x's dtype; see `packed_linear` for w in each format. No gradient for the weight.
@@ -65,6 +65,7 @@ class PackedLinear(nn.Module):
     order: Tensor | None
     bias: Tensor | None
     error: RoundingError | None  # set by `from_linear`; None for a module whose state was loaded
+    kept = (*_STATE, "order")  # what the module is cast to is the bias's dtype
 
     def __init__(
         self,
@@ -292,9 +293,8 @@ class PackedLinear(nn.Module):
         Raises:
             TypeError, ValueError: for a wrong dtype, shape or device.
         """
-        held = self._buffers  # asking the module itself for a buffer takes five times as long
+        held: Any = self._buffers  # asking the module itself for a buffer takes five times as long
         weight, bias = held["weight"], held["bias"]
-        assert weight is not None
         try:
             fits = input.shape[-1] == self.in_features
         except (AttributeError, IndexError, TypeError):  # no tensor, or a number
@@ -355,16 +355,6 @@ class PackedLinear(nn.Module):
             f"in_features={self.in_features}, out_features={self.out_features}, "
             f"bias={self.bias is not None}, format={self.format!r}{groups}"
         )
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PackedLinear:
-        """`.to`, `.half()`, `.cuda()`: a dtype is the bias's, never the weight's or the scales'."""
-        before = {name: t for name, t in self._buffers.items() if t is not None and name != "bias"}
-        super()._apply(fn, recurse)
-        for name, t in before.items():
-            now = self._buffers[name]
-            if now is not None and now.dtype != t.dtype:
-                self._buffers[name] = t.to(now.device)
-        return self
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import warnings
 from collections.abc import Iterator
@@ -20,19 +21,34 @@ LOCAL = {"local_files_only": True, "trust_remote_code": False}
 
 
 @contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Keeps transformers' progress bars and advice off the terminal; its errors still come."""
+def quiet(*, file: bool = False) -> Iterator[None]:
+    """Keeps transformers' progress bars and advice off the terminal; its errors still come.
+
+    Of a GGUF `file` there is a bar that asks nobody, so that all of stderr is silent.
+    """
     from transformers.utils import logging
 
     verbosity, bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:
-        yield
+        with contextlib.redirect_stderr(io.StringIO()) if file else contextlib.nullcontext():
+            yield
     finally:
         logging.set_verbosity(verbosity)
         if bar:
             logging.enable_progress_bar()
+
+
+@contextlib.contextmanager
+def refused(what: str) -> Iterator[None]:
+    """What is raised inside becomes one line behind `what`: transformers raises whatever a damaged file leads to."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise CheckpointError(f"{what}: {one_line(error)}") from error
 
 
 def configuration(folder: Path) -> Any:
@@ -46,11 +62,8 @@ def configuration(folder: Path) -> Any:
     except ImportError as error:
         raise CheckpointError('transformers is not installed: pip install "opsmith[hf]"') from error
     check(folder)
-    with quiet():
-        try:
-            return transformers.AutoConfig.from_pretrained(folder, **LOCAL)
-        except Exception as error:  # transformers raises whatever a damaged file leads to
-            raise CheckpointError(f"{folder / 'config.json'}: {one_line(error)}") from error
+    with quiet(), refused(f"{folder / 'config.json'}"):
+        return transformers.AutoConfig.from_pretrained(folder, **LOCAL)
 
 
 def load(folder: Path, config: Any = None) -> nn.Module:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from opsmith.checkpoints import header
 from opsmith.checkpoints.empty import model_of, put, put_experts
-from opsmith.checkpoints.folder import one_line, quiet
+from opsmith.checkpoints.folder import quiet, refused
 from opsmith.checkpoints.header import CheckpointError, Header
 from opsmith.compiler.modules.embeddings import factor_of
 from opsmith.compiler.modules.mixtures import experts_of
@@ -91,13 +91,9 @@ def load(file: Path, dtype: torch.dtype) -> nn.Module:
         raise CheckpointError(
             f"{file} does not load: it has {layers} layers and {len(found.tensors)} tensors"
         )
-    try:
+    with refused(f"{file}: its values make no model"):
         config = _config(found)
         model = model_of(config, dtype)
-    except CheckpointError:
-        raise
-    except Exception as error:  # transformers raises whatever a file leads to
-        raise CheckpointError(f"{file}: its values make no model: {one_line(error)}") from error
     names = gguf.get_tensor_name_map(
         next(of for of, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture),
         config.num_hidden_layers,

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from opsmith.checkpoints import compressed
 from opsmith.checkpoints.compressed import Parts, from_words
 from opsmith.checkpoints.empty import model_of, put, put_experts
-from opsmith.checkpoints.folder import one_line
+from opsmith.checkpoints.folder import one_line, refused
 from opsmith.checkpoints.header import CheckpointError
 from opsmith.compiler.modules.mixtures import PackedMixture, experts_of
 from opsmith.ops import PackedExperts, PackedLinear
@@ -119,12 +119,8 @@ def load(folder: Path, config: Any, dtype: torch.dtype) -> nn.Module:
     make, ends, says = _METHODS[method]
     del config.quantization_config  # so that transformers makes a plain model
     files = _Files(folder)
-    try:
+    with refused(f"{folder / 'config.json'} makes no model"):
         model = model_of(config, dtype)
-    except CheckpointError:
-        raise
-    except Exception as error:  # transformers raises whatever a configuration leads to
-        raise CheckpointError(f"{folder / 'config.json'} makes no model: {one_line(error)}") from error
     for path, buffer in model.named_buffers():  # as what DeepSeek's router adds to its scores
         if (its := files.get(path)) is not None and its.shape == buffer.shape:
             buffer.copy_(its)

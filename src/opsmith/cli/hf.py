@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +9,7 @@ import torch
 from torch import nn
 
 from opsmith.checkpoints import read as read
-from opsmith.checkpoints.folder import LOCAL, one_line, quiet
+from opsmith.checkpoints.folder import LOCAL, quiet, refused
 from opsmith.checkpoints.header import CheckpointError
 from opsmith.cli.models import Batch
 
@@ -29,22 +27,17 @@ def load_with_tokenizer(path: Path) -> tuple[nn.Module, Any]:
         raise CheckpointError(f"there is no file {path}; name a GGUF file")
     else:
         where, options = path.parent, {"gguf_file": path.name}
-        try:
+        # gguf or accelerate are missing, or the file is damaged
+        with refused(f"{path} does not load"), quiet(file=True):
             import transformers
 
-            with quiet(), contextlib.redirect_stderr(io.StringIO()):  # the bar of GGUF files asks nobody
-                model = transformers.AutoModelForCausalLM.from_pretrained(
-                    where, dtype="float32", **LOCAL, **options
-                )
-        except Exception as error:  # gguf or accelerate are missing, or the file is damaged
-            raise CheckpointError(f"{path} does not load: {one_line(error)}") from error
-    try:
+            model = transformers.AutoModelForCausalLM.from_pretrained(
+                where, dtype="float32", **LOCAL, **options
+            )
+    with refused(f"{path} has no tokenizer that loads"), quiet():
         from transformers import AutoTokenizer
 
-        with quiet():
-            return model.eval(), AutoTokenizer.from_pretrained(where, **LOCAL, **options)
-    except Exception as error:
-        raise CheckpointError(f"{path} has no tokenizer that loads: {one_line(error)}") from error
+        return model.eval(), AutoTokenizer.from_pretrained(where, **LOCAL, **options)
 
 
 def tokens(architecture: Any, batch: int, length: int, seed: int) -> Batch:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import importlib
 import importlib.resources
 import importlib.util
-import io
 import json
 import os
 import shutil
@@ -108,7 +106,7 @@ def _convert(place: Path) -> None:
         raise OSError("no room left")
     file = package.assemble(place / GGUF)  # which compares it with its SHA-256
     options = {"gguf_file": GGUF, "local_files_only": True}
-    with quiet(), contextlib.redirect_stderr(io.StringIO()):  # the bar of GGUF files asks nobody
+    with quiet(file=True):
         config = transformers.Gemma3TextConfig(**_ARCHITECTURE)
         read = transformers.Gemma3ForCausalLM.from_pretrained(file.parent, config=config, **options)
         tokenizer = transformers.GemmaTokenizer.from_pretrained(file.parent, **options)

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from opsmith.call.arguments import short
+from opsmith.operator import Make
 
 
 def has_values(*tensors: Tensor) -> bool:
@@ -60,6 +61,14 @@ def check_pages(
             f"{op}: block_tables must lie in [0, {blocks}), the blocks of the cache, got {int(tables[at, page])} for "
             f"block {page} of sequence {at}"
         )
+
+
+def some_slots(make: Make, tokens: int, end: int, skip: bool = True) -> Tensor:
+    """Slots of a sample, in no order, none twice; every fifth token has none."""
+    order = torch.randperm(end, generator=torch.Generator().manual_seed(7))[:tokens].clone()
+    if skip:
+        order[1::5] = -1
+    return order.to(make.device)
 
 
 def caches(op: str, k: Any, v: Any, k_scale: Any, v_scale: Any) -> list[tuple[Any, ...]]:

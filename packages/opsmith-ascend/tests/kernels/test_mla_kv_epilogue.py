@@ -7,8 +7,9 @@ from held_to_cards import check_samples
 from opsmith.operator import Make
 from opsmith.ops import MLACache
 from opsmith.ops.mla.call import Rotation
-from opsmith.ops.mla.cards import some_slots, table
+from opsmith.ops.mla.cards import table
 from opsmith.ops.mla.reference import keys
+from opsmith.ops.pages import some_slots
 from opsmith_ascend.launches import mla_kv_epilogue as launch
 from opsmith_ascend.library import kv_form
 
@@ -26,7 +27,7 @@ def test_every_layout_within_a_pool_and_no_byte_beside_its_slots(mode: str, inte
     make, tokens, kv_lora, rope, size = Make(torch.bfloat16), 45, 96, 32, 7
     a, gamma = make(tokens, kv_lora + rope + 3), make(kv_lora, scale=0.3, shift=1.0)
     cos, sin = table(make, tokens, rope)
-    slots = some_slots(make, tokens, 9, size)
+    slots = some_slots(make, tokens, 9 * size)
     scale = torch.tensor(0.02) if mode == "int8_tiled" else None
     sizes = {"kv_lora": kv_lora, "rope": rope, "dtype": torch.bfloat16}
     pool = MLACache.allocate(mode, 18, size, **sizes)
@@ -65,7 +66,7 @@ def test_the_sizes_of_a_model_and_int32_slots(cores: int) -> None:
     make, tokens = Make(torch.bfloat16), 70
     a, gamma = make(tokens, 2112), make(512, scale=0.3, shift=1.0).float()
     cos, sin = (t.float() for t in table(make, tokens, 64))
-    slots = some_slots(make, tokens, 1, 128).int()
+    slots = some_slots(make, tokens, 128).int()
     got, want = (
         MLACache.allocate("tiled", 1, 128, kv_lora=512, rope=64, dtype=torch.bfloat16) for _ in range(2)
     )

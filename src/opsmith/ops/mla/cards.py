@@ -10,7 +10,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from opsmith.call.dispatch import kernels, native
@@ -61,11 +60,3 @@ def table(make: Make, tokens: int, rope: int, start: int = 3) -> tuple[Tensor, T
     """Rows of a table for tokens at positions that do not begin at 0."""
     cos, sin = rope_table(rope, start + tokens, dtype=make.dtype, device=make.device)
     return cos[start:].contiguous(), sin[start:].contiguous()
-
-
-def some_slots(make: Make, tokens: int, blocks: int, block_size: int, skip: bool = True) -> Tensor:
-    """Slots in no order, none twice, every fifth token without one."""
-    order = torch.randperm(blocks * block_size, generator=torch.Generator().manual_seed(7))[:tokens].clone()
-    if skip:
-        order[1::5] = -1
-    return order.to(make.device)

@@ -19,11 +19,11 @@ from opsmith.kernels import libraries
 from opsmith.operator import Cost, Make, Sample
 from opsmith.ops.mla.cache import MLACache, check_cache_type, check_mapping, head_scales
 from opsmith.ops.mla.call import REFUSALS, Maybe, Pair, Rotation, in_float32, join, new_queries
-from opsmith.ops.mla.cards import card, fresh_cache, fresh_rows, some_slots, table
+from opsmith.ops.mla.cards import card, fresh_cache, fresh_rows, table
 from opsmith.ops.mla.check import check_inference
 from opsmith.ops.mla.names import either_name
 from opsmith.ops.mla.reference import keys, queries
-from opsmith.ops.pages import check_slots
+from opsmith.ops.pages import check_slots, some_slots
 
 
 @either_name
@@ -269,7 +269,7 @@ def _kv_samples(make: Make) -> Iterator[Sample]:
         name: str, tokens: int, kv_lora: int, rope: int, *, a: Any = None, turn: bool = True, **options: Any
     ) -> Sample:
         sizes: dict[str, Any] = {"mode": "split", "blocks": 3, "block_size": 16, "rope": rope, **options}
-        slots = some_slots(make, tokens, sizes["blocks"], sizes["block_size"])
+        slots = some_slots(make, tokens, sizes["blocks"] * sizes["block_size"])
         x = make(tokens, kv_lora + rope + 5) if a is None else a
         cos_sin = table(make, tokens, rope) if turn else (None, None)
         return Sample(name, (x, make(kv_lora, scale=0.3, shift=1.0), *cos_sin, slots), sizes)
@@ -289,7 +289,7 @@ def _kv_workloads(make: Make) -> Iterator[Sample]:
     for tokens in (4096, 4):
         blocks = max(1, tokens // 128)
         sizes = {"mode": "split", "blocks": blocks, "block_size": 128, "rope": 64}
-        slots = some_slots(make, tokens, blocks, 128, skip=False)
+        slots = some_slots(make, tokens, blocks * 128, skip=False)
         yield Sample(
             f"{tokens} tokens, V3", (make(tokens, 2112), make(512), *table(make, tokens, 64), slots), sizes
         )

@@ -21,13 +21,13 @@ from opsmith.kernels.triton import DEVICE
 from opsmith.operator import Cost, Kind, Make, Operator, Sample, register
 from opsmith.ops.mla.cache import MLACache, check_cache_type
 from opsmith.ops.mla.call import REFUSALS, Call, Maybe, Result, Rotation, in_float32, new_queries
-from opsmith.ops.mla.cards import fresh_cache, fresh_rows, implementations, some_slots, table
+from opsmith.ops.mla.cards import fresh_cache, fresh_rows, implementations, table
 from opsmith.ops.mla.eager import eager
 from opsmith.ops.mla.names import either_name
 from opsmith.ops.mla.projection import quantize_weight, static_scale
 from opsmith.ops.mla.reference import define
 from opsmith.ops.mla.weights import TENSORS, MLAWeights, Parts
-from opsmith.ops.pages import check_slots
+from opsmith.ops.pages import check_slots, some_slots
 from opsmith.ops.rms_norm.quant import Steps
 
 # As kernels count them.
@@ -301,7 +301,7 @@ def _sample(
         None if q_lora is None else gain(q_lora),
         gain(kv_lora),
         *(table(make, tokens, rope) if turn else (None, None)),
-        some_slots(make, tokens, *layout[1:], skip),
+        some_slots(make, tokens, layout[1] * layout[2], skip),
     )
     return Sample(name, (x, *weights, wuk, *args), options)
 

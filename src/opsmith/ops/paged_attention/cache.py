@@ -17,7 +17,7 @@ from opsmith.call.overlap import share
 from opsmith.kernels import libraries
 from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Sample, register
 from opsmith.ops.attention import INTEGERS
-from opsmith.ops.pages import caches, check_slots, has_values
+from opsmith.ops.pages import caches, check_slots, has_values, some_slots
 
 _OP = "reshape_and_cache"
 LEAST = 1e-30  # a row whose numbers are all below this is rounded to zeros, as its inverse may be no float32
@@ -174,22 +174,14 @@ def _entry_cost(k: Tensor, v: Tensor, slot_mapping: Tensor, k_cache: Tensor, **r
     return Cost(3.0 * elements if scales else 0.0, nbytes(k, v, slot_mapping) + elements * held + scales)
 
 
-def _slots(make: Make, tokens: int, end: int, skip: bool = True) -> Tensor:
-    """Different slots in no order; some tokens have none."""
-    slots = make.ids(end, high=1 << 30).argsort()[:tokens]
-    if skip:
-        slots[1::4] = -1
-    return slots
-
-
 def _samples(make: Make) -> Iterator[Sample]:
     for int8 in (False, True):
         name = "int8 " if int8 else ""
         for tokens, heads, d in ((5, 2, 33), (9, 3, 40), (33, 2, 65), (1, 1, 8)):
-            args = make(tokens, heads, d), make(tokens, heads, d), _slots(make, tokens, 48)
+            args = make(tokens, heads, d), make(tokens, heads, d), some_slots(make, tokens, 48)
             yield Sample(f"{name}{tokens}x{heads}x{d}", args, {"blocks": 3, "block_size": 16, "int8": int8})
         options = {"blocks": 40, "block_size": 1, "int8": int8}
-        slots = _slots(make, 7, 40).to(torch.int32)
+        slots = some_slots(make, 7, 40).to(torch.int32)
         yield Sample(f"{name}wider values", (make(7, 2, 24), make(7, 2, 56), slots), options)
         yield Sample(f"{name}rows of zeros", (make(7, 2, 24, scale=0.0), make(7, 2, 24), slots), options)
         packed = make(7, 3, 2, 16)
@@ -200,7 +192,7 @@ def _samples(make: Make) -> Iterator[Sample]:
 
 def _workloads(make: Make) -> Iterator[Sample]:
     for int8 in (False, True):
-        args = make(4096, 8, 128), make(4096, 8, 128), _slots(make, 4096, 4096, skip=False)
+        args = make(4096, 8, 128), make(4096, 8, 128), some_slots(make, 4096, 4096, skip=False)
         yield Sample(
             f"4096 tokens, 8x128{', int8' * int8}", args, {"blocks": 256, "block_size": 16, "int8": int8}
         )

@@ -156,19 +156,19 @@ def poison(tensor: Tensor) -> Tensor:
     True
     """
     with torch.no_grad():
-        if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
-            return tensor.fill_(math.nan)
-        if tensor.dtype == torch.bool:
-            return tensor.fill_(True)
-        return tensor.fill_(torch.iinfo(tensor.dtype).min)
+        return tensor.fill_(_poison_of(tensor.dtype))
+
+
+def _poison_of(dtype: torch.dtype) -> float:
+    if dtype.is_floating_point or dtype.is_complex:
+        return math.nan
+    return True if dtype == torch.bool else torch.iinfo(dtype).min
 
 
 def _looks_poisoned(tensor: Tensor) -> Tensor:
-    if tensor.dtype.is_floating_point:
+    if tensor.dtype.is_floating_point or tensor.dtype == torch.bool:  # of the latter, none does
         return tensor.isnan()
-    if tensor.dtype == torch.bool:
-        return torch.zeros_like(tensor)
-    return tensor == torch.iinfo(tensor.dtype).min
+    return tensor == _poison_of(tensor.dtype)
 
 
 @contextlib.contextmanager

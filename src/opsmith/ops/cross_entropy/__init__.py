@@ -158,9 +158,9 @@ def code_of(reduction: Any) -> int | str:
 
 
 def check_options(
-    op: str, ignore_index: Any, label_smoothing: Any, z_loss: Any, reduction: int | str
+    op: str, x: Tensor, dtype: Any, ignore_index: Any, label_smoothing: Any, z_loss: Any, reduction: int | str
 ) -> None:
-    """Refuse a reduction that does not exist, a label smoothing that is no share, and what is no number."""
+    """Refuse a reduction or a dtype of the loss that does not exist, no share of smoothing, and what is no number."""
     check_number(op, "ignore_index", ignore_index, whole=True)
     check_number(op, "label_smoothing", label_smoothing)
     check_number(op, "z_loss", z_loss)
@@ -168,6 +168,8 @@ def check_options(
         raise ValueError(f"{op}: reduction must be one of {', '.join(REDUCTIONS)}, got {reduction}")
     if not 0.0 <= label_smoothing <= 1.0:
         raise ValueError(f"{op}: label_smoothing must be in [0, 1], got {label_smoothing}")
+    if dtype is not None and dtype not in (x.dtype, torch.float32):
+        raise TypeError(f"{op}: dtype must be {one_of(x.dtype, torch.float32)}, got {dtype}")
 
 
 def check_targets(target: Tensor, classes: int, ignore_index: int, op: str) -> None:
@@ -278,13 +280,9 @@ class _CrossEntropy(Loss):
                 f"cross_entropy: target must have the shape of logits {tuple(logits.shape)} without the last "
                 f"dimension, got {tuple(target.shape)}; {advice}"
             )
-        check_options(self.op, *options)
         if logits.shape[-1] == 0 and target.numel():
             raise ValueError(f"cross_entropy: logits must have at least one class, got {tuple(logits.shape)}")
-        if dtype is not None and dtype not in (logits.dtype, torch.float32):
-            raise TypeError(
-                f"cross_entropy: dtype must be {one_of(logits.dtype, torch.float32)}, got {dtype}"
-            )
+        check_options(self.op, logits, dtype, *options)
 
     def supported(self, values: Sequence[Any], *more: str) -> Supports:
         return super().supported(values, "cross_entropy_part", *more)

@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from opsmith.call import dispatch
-from opsmith.call.arguments import one_of
 from opsmith.call.dispatch import compiling, exporting, is_sharded, native, needs_grad, recorded
 from opsmith.call.layouts import nbytes
 from opsmith.call.signature import Gradient, Input, Kept, Made, Number, Output, Rows, Saved, Signature, Slope
@@ -131,9 +130,7 @@ class _LinearCrossEntropy(Loss):
             )
         if weight.shape[0] == 0 and target.numel():
             raise ValueError(f"{_OP}: weight must have at least one row, got {tuple(weight.shape)}")
-        if dtype is not None and dtype not in (hidden.dtype, torch.float32):
-            raise TypeError(f"{_OP}: dtype must be {one_of(hidden.dtype, torch.float32)}, got {dtype}")
-        check_options(_OP, *options)
+        check_options(_OP, hidden, dtype, *options)
 
     def backend(self, values: Sequence[Any], training: bool) -> str | None:
         return "opsmith" if self.supported(values) is True else None

@@ -204,8 +204,7 @@ class _Experts(Call):
             )
 
     def supported(self, values: Sequence[Any], *more: str) -> Supports:
-        x = values[0]
-        return native(x, _OP)  # gradients are written in Python
+        return native(values[0], _OP)  # gradients are written in Python
 
     def explain(self, values: Sequence[Any]) -> None:
         check_ids(values[3], len(values[2]))

@@ -81,14 +81,19 @@ class Report:
     @property
     def rolled_back(self) -> list[str]:
         """Sites whose result was not accurate enough, with error and bound."""
-        return [f"{s.name} {s.where}: {s.why}" for s in self.sites if s.status == "rolled back"] + [
-            f"mla {layer.name}: {layer.why}" for layer in self.latent if layer.status == "rolled back"
-        ]
+        return [line for _, line in self._told("rolled back")]
 
     @property
     def overruled(self) -> list[str]:
         """Sites where the fastest implementation was not accurate enough and another one runs."""
-        return [f"{s.name} {s.where}: {s.why}" for s in self.sites if s.status == "kept" and s.why]
+        return [line for _, line in self._told("kept")]
+
+    def _told(self, status: str) -> list[tuple[str, str]]:
+        """Why sites have a status, with their operator; why latent attention is kept, `_latent_lines` says."""
+        sites = (s for s in self.sites if s.status == status and s.why)
+        lines = [(s.operator, f"{s.name} {s.where}: {s.why}") for s in sites]
+        latent = (layer for layer in self.latent if layer.status == status != "kept")
+        return lines + [("mla", f"mla {layer.name}: {layer.why}") for layer in latent]
 
     def _latent_lines(self) -> list[str]:
         kept = [layer for layer in self.latent if layer.status == "kept"]
@@ -184,16 +189,9 @@ class Report:
         lines += self.quantized_lines
         unpacked = ((q.why, str(q)) for q in self.quantized if not q.of_few_bits)
         lines += _few("not quantized: ", unpacked)
-        sites = [s for s in self.sites if s.why]
-        for what, status in (
-            ("rolled back", "rolled back"),
-            ("left as it was", "left"),
-            ("not the fastest", "kept"),
-        ):
-            of = ((s.operator, f"{s.name} {s.where}: {s.why}") for s in sites if s.status == status)
-            lines += _few(f"{what}: ", of)
-        latent = ((1, f"mla {m.name}: {m.why}") for m in self.latent if m.status == "rolled back")
-        lines += _few("rolled back: ", latent)
+        lines += _few("rolled back: ", self._told("rolled back"))
+        lines += _few("left as it was: ", self._told("left"))
+        lines += _few("not the fastest: ", self._told("kept"))
         lines += _few("left as it was: ", ((g.left, f"{g.what}: {g.left}") for g in self.graphs if g.left))
         lines += _few("the graph breaks at ", ((line.partition(": ")[2], line) for line in self.breaks))
         lines += _few("", ((line, line) for line in self.slower))

@@ -18,7 +18,7 @@ from opsmith.call.dispatch import is_sharded
 from opsmith.compiler.capture.mutation import Effects
 from opsmith.compiler.capture.parts import by_parts
 from opsmith.compiler.capture.shards import Shards, is_gathered
-from opsmith.compiler.capture.trace import NotGeneral, NotRecorded, capture
+from opsmith.compiler.capture.trace import Declined, NotGeneral, capture
 from opsmith.compiler.choose.ranks import Ranks
 from opsmith.compiler.choose.select import Selector
 from opsmith.compiler.code import Code
@@ -158,18 +158,15 @@ class Session:
         self.unread.append(GraphReport(nodes=nodes, left=why))
 
     def _graph(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        if self.selector.spent:
-            self.decline(SPENT, len(gm.graph.nodes))
-            return gm.forward
-        learns = _learns(example_inputs)
-        if self.gathered and not learns:  # as of frozen layers
-            self.decline(_GATHERED, len(gm.graph.nodes))
-            return gm.forward
-        if learns and _has_own_gradients(gm):
-            self.decline("it calls an autograd.Function, whose gradients only eager has", len(gm.graph.nodes))
-            return gm.forward
-        show(f"looking for operators in a graph of {len(gm.graph.nodes)} calls")
+        nodes, learns = len(gm.graph.nodes), _learns(example_inputs)
+        show(f"looking for operators in a graph of {nodes} calls")
         try:
+            if self.selector.spent:
+                raise Declined(SPENT)
+            if self.gathered and not learns:  # as of frozen layers
+                raise Declined(_GATHERED)
+            if learns and _has_own_gradients(gm):
+                raise Declined("it calls an autograd.Function, whose gradients only eager has")
             traced = capture(gm, example_inputs, self.capturing.general)
             found = recognize(traced.graph, registry().values())
 
@@ -181,11 +178,11 @@ class Session:
             return Apart(make, self.graphs.append, example_inputs, ones)
         except NotGeneral:
             raise
-        except NotRecorded as why:
-            self.decline(str(why), len(gm.graph.nodes))
+        except Declined as why:
+            self.decline(str(why), nodes)
             return gm.forward
         except Exception as error:  # of ours: the model has been read by Dynamo
-            self.leave(error, len(gm.graph.nodes))
+            self.leave(error, nodes)
             return gm.forward
         finally:
             show()

@@ -60,8 +60,8 @@ class NotGeneral(Exception):
     """A model that has to be captured with sizes of one apart."""
 
 
-class NotRecorded(Exception):
-    """A graph of which PyTorch recorded a part only."""
+class Declined(Exception):
+    """A graph that is to run as it was, and why."""
 
 
 def check_general(graph: fx.Graph) -> None:
@@ -90,7 +90,7 @@ def note_constants(gm: fx.GraphModule) -> None:
     for node in gm.graph.find_nodes(op="get_attr"):
         value = getattr(gm, node.target, None)
         if isinstance(value, torch._subclasses.FakeTensor):
-            raise NotRecorded("it calls what PyTorch runs without a record of it, as an associative_scan")
+            raise Declined("it calls what PyTorch runs without a record of it, as an associative_scan")
         if isinstance(value, Tensor):
             node.meta.setdefault("val", value)
             if value.numel() == 1 and not value.requires_grad and not isinstance(value, torch.nn.Parameter):

@@ -378,11 +378,6 @@ class Operator:
             f"{self.name}: the cost of {sample.name!r} {why}; correct `cost` in the operator's card"
         )
 
-    def exact(self, sample: Sample) -> Any:
-        """The float64 reference of a sample."""
-        wide = sample.cast(torch.float64)
-        return self.reference(*wide.args, **wide.kwargs)
-
 
 _REGISTRY: dict[str, Operator] = {}
 _LIBRARY = torch.library.Library("opsmith", "FRAGMENT")

@@ -184,7 +184,8 @@ def test_each_operator_may_be_the_first_that_is_called() -> None:
                 t.requires_grad_(t.is_floating_point())
         with always_native():
             got = tensors_of(card.function(*sample.args, **sample.kwargs))
-        for y, exact in zip(got, tensors_of(card.exact(sample)), strict=True):
+        wide = sample.cast(torch.float64)
+        for y, exact in zip(got, tensors_of(card.reference(*wide.args, **wide.kwargs)), strict=True):
             eager = next(iter(tensors_of(card.eager(*sample.args, **sample.kwargs))))
             torch.testing.assert_close(y.double(), exact.double(), rtol=1e-3, atol=1e-3)
         if any(y.requires_grad for y in got):

@@ -280,7 +280,7 @@ def test_roofs_run_in_the_same_rounds_and_judge(clock: Clock) -> None:
 
 def test_what_follows_a_probe_is_off_the_clock(clock: Clock) -> None:
     probes = RoofProbes(("copy",), block_bytes=1 << 14)
-    assert all(probe.after is not None for probe in probes)
+    assert all(probe.after is not None for probe in probes.contestants().values())
     after = clock.contestant("after", 8.0)
     probes._probes = [Probe("roof: way", "copy", 1e9, clock.contestant("roof: way", 1.0), after)]
     result = compare({"a": clock.contestant("a", 4.0)}, roofs=probes, rounds=5, warmup=0, clock=clock)

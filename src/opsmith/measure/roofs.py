@@ -161,7 +161,7 @@ class RoofProbes:
     """The contestants that find the roofs, to be passed to `compare(..., roofs=...)`.
 
     >>> probes = RoofProbes(("copy",), block_bytes=1 << 16)
-    >>> sorted({probe.kind for probe in probes})
+    >>> sorted({probe.kind for probe in probes.contestants().values()})
     ['copy']
 
     Args:
@@ -198,9 +198,6 @@ class RoofProbes:
             if kind.startswith("matmul"):
                 for size in sizes:
                     self._probes += _matmul_probes(kind, size, device)
-
-    def __iter__(self) -> Any:
-        return iter(self._probes)
 
     def contestants(self) -> dict[str, Probe]:
         """The probes by name; names start with "roof: "."""

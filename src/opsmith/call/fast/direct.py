@@ -157,16 +157,14 @@ def made_for_this_python(name: str, *sources: Path) -> build.Library | None:
     headers = Path(sysconfig.get_path("include"))
     if os.environ.get("OPSMITH_NATIVE") == "0" or sysconfig.get_config_var("Py_GIL_DISABLED"):
         return None
-    flags = (
-        *("-std=c++20", "-UTORCH_TARGET_VERSION", "-DAT_PER_OPERATOR_HEADERS"),
-        *(
-            f'-DOPSMITH_TORCH="{torch.__version__}"',
-            f'-DOPSMITH_PYTHON="{sysconfig.get_config_var("SOABI")}"',
-        ),
-    )
+    known = {"TORCH": torch.__version__, "PYTHON": sysconfig.get_config_var("SOABI")}
+    flags = ["-std=c++20", "-UTORCH_TARGET_VERSION", "-DAT_PER_OPERATOR_HEADERS"]
+    flags += [f'-DOPSMITH_{what}="{version}"' for what, version in known.items()]
     links = ("-ltorch_python", "-Wl,--unresolved-symbols=ignore-all")  # Python's own are in the process
     folders = [sources[0].parent, *libraries.HEADERS]
-    wanted = build.Library(name, sources, folders, [headers], flags=flags, links=links, tier="portable")
+    wanted = build.Library(
+        name, sources, folders, [headers], flags=tuple(flags), links=links, tier="portable"
+    )
     # Without headers, a compiler would say so at the start of every process.
     return wanted if (headers / "Python.h").exists() or build.find(wanted) else None
 
@@ -187,14 +185,9 @@ def library() -> ctypes.PyDLL | None:
         return None
     for function in (found.opsmith_direct, found.opsmith_direct_functions):
         function.restype = ctypes.py_object
-    found.opsmith_direct.argtypes = (
-        *(ctypes.c_void_p, ctypes.c_char_p),
-        *([ctypes.py_object] * 4),
-        ctypes.c_int,
-        *([ctypes.py_object] * 2),
-        *(ctypes.c_int64, ctypes.c_int),
-    )
     py_object = ctypes.py_object
+    kernel: tuple[Any, ...] = ctypes.c_void_p, ctypes.c_char_p, *[py_object] * 4, ctypes.c_int
+    found.opsmith_direct.argtypes = (*kernel, *[py_object] * 2, ctypes.c_int64, ctypes.c_int)
     found.opsmith_direct_begin.argtypes = (py_object, py_object, ctypes.c_void_p, py_object)
     probe = torch.empty(1)
     begun = found.opsmith_direct_begin(probe, torch.nn.Parameter, probe._cdata, vars(forward_ad))

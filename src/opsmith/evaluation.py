@@ -37,6 +37,11 @@ class Estimate(float):
     def __reduce__(self) -> tuple[Any, ...]:
         return Estimate, (float(self), self.low, self.high)
 
+    def to_dict(self) -> dict[str, float | None]:
+        """For JSON: the value, low and high; numbers that are none as null."""
+        numbers = {"value": float(self), "low": self.low, "high": self.high}
+        return {name: n if math.isfinite(n) else None for name, n in numbers.items()}
+
     def __str__(self) -> str:
         return f"{float(self):.4g} [{self.low:.4g}, {self.high:.4g}]"
 
@@ -75,17 +80,8 @@ class Evaluation:
         return "\n".join([*lines, f"{self.predictions} predictions, windows of {self.window} tokens"])
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON: each estimate as its value, low and high; numbers that are none as null."""
-
-        def plain(value: Any) -> Any:
-            if isinstance(value, Estimate):
-                return {"value": finite(float(value)), "low": finite(value.low), "high": finite(value.high)}
-            return value
-
-        def finite(number: float) -> float | None:
-            return number if math.isfinite(number) else None
-
-        return {name: plain(value) for name, value in vars(self).items()}
+        """For JSON: each estimate as its own `to_dict` has it."""
+        return {n: v.to_dict() if isinstance(v, Estimate) else v for n, v in vars(self).items()}
 
     def to_json(self) -> str:
         """The numbers for machines."""

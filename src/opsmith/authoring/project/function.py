@@ -291,10 +291,8 @@ class ProjectCall(Call):
                 self.check(given)
                 return self.native(backend, given, out)
 
-            supports, offers = (
-                self.form(partial(self.supports, backend)),
-                partial(self.kernels.offers, backend),
-            )
+            supports = self.form(partial(self.supports, backend))
+            offers = partial(self.kernels.offers, backend)
             return Implementation(name, self.form(run, out=True), device, supports, offers, takes_out=True)
 
         devices = {"cpu": ("native", "cpu"), "triton": ("triton", triton.DEVICE), "cuda": ("cuda", "cuda")}

@@ -38,13 +38,18 @@ def alike(t: Any, x: Tensor, shape: Sequence[int]) -> bool:
     return isinstance(t, Tensor) and t.shape == shape and t.dtype is x.dtype and t.device == x.device
 
 
+def check_is_tensor(op: str, t: Any, name: str) -> None:
+    """Refuse what is no tensor."""
+    if not isinstance(t, Tensor):
+        raise TypeError(f"{op}: {name} must be a tensor, got {type(t).__name__}")
+
+
 def check_float(op: str, x: Any, name: str = "x", *, least_dim: int = 1) -> None:
     """Refuse what is no floating-point tensor of at least `least_dim` dimensions."""
     dense = isinstance(x, Tensor) and x.layout is torch.strided and not x.is_nested
     if dense and x.is_floating_point() and x.dim() >= least_dim:
         return
-    if not isinstance(x, Tensor):
-        raise TypeError(f"{op}: {name} must be a tensor, got {type(x).__name__}")
+    check_is_tensor(op, x, name)
     if not dense:
         layout, step = ("a nested one", "to_padded_tensor") if x.is_nested else (x.layout, "to_dense")
         raise TypeError(f"{op}: {name} must be a dense tensor, got {layout}; call {step}() first")
@@ -96,8 +101,7 @@ def check_fit(op: str, *tensors: tuple[Any, ...]) -> None:
     known: dict[str, int] = {}
     for name, t, words, *dtypes in tensors:
         sizes = words.split()
-        if not isinstance(t, Tensor):
-            raise TypeError(f"{op}: {name} must be a tensor, got {type(t).__name__}")
+        check_is_tensor(op, t, name)
         if t is x:
             check_float(op, x, first, least_dim=0)
         wanted = [x.dtype if dtype is None else dtype for dtype in dtypes or (None,)]
@@ -106,8 +110,7 @@ def check_fit(op: str, *tensors: tuple[Any, ...]) -> None:
                 short(d) + (f" like {first}" if d == x.dtype else "") for d in dict.fromkeys(wanted)
             )
             raise TypeError(f"{op}: {name} must be {names}, got {short(t.dtype)}; cast it first")
-        if t.device != x.device:
-            raise ValueError(f"{op}: {name} is on {t.device}, {first} on {x.device}; move one of them")
+        check_device(op, t, x, name, first)
         if t.dim() != len(sizes) or any(
             known.get(word, n) != n or (n == 0 and word.endswith("+1"))
             for word, n in zip(sizes, t.shape, strict=True)
@@ -125,15 +128,13 @@ def one_of(*dtypes: torch.dtype) -> str:
 
 def check_mask(op: str, mask: Any, x: Tensor, shape: Sequence[int], what: str) -> None:
     """Refuse a mask that is neither boolean nor additive, or does not broadcast to this shape."""
-    if not isinstance(mask, Tensor):
-        raise TypeError(f"{op}: mask must be a tensor, got {type(mask).__name__}")
+    check_is_tensor(op, mask, "mask")
     if mask.dtype not in (torch.bool, torch.float32, x.dtype):
         raise TypeError(
             f"{op}: mask must be bool (True = keep), or additive in {one_of(x.dtype, torch.float32)}, "
             f"got {short(mask.dtype)}"
         )
-    if mask.device != x.device:
-        raise ValueError(f"{op}: mask is on {mask.device}, the input on {x.device}; move one of them")
+    check_device(op, mask, x, "mask", "the input")
     fits = mask.shape == shape
     if not fits and mask.dim() <= len(shape):
         sizes = zip(mask.shape, shape[len(shape) - mask.dim() :], strict=True)
@@ -159,8 +160,7 @@ def check_out(
     shape = like.shape if shape is None else shape
     dtype = like.dtype if dtype is None else dtype
     if dtype != like.dtype or not alike(out, like, shape):
-        if not isinstance(out, Tensor):
-            raise TypeError(f"{op}: out must be a tensor, got {type(out).__name__}")
+        check_is_tensor(op, out, "out")
         if out.shape != shape or out.dtype != dtype or out.device != like.device:
             raise ValueError(
                 f"{op}: out must be {short(dtype)} {tuple(shape)} on {like.device}, "

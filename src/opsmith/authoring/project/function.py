@@ -19,7 +19,7 @@ from torch import Tensor
 
 from opsmith import backends
 from opsmith.authoring.project import Kernels
-from opsmith.call.arguments import check_number, short
+from opsmith.call.arguments import check_device, check_is_tensor, check_number, short
 from opsmith.call.checks import sizes_of
 from opsmith.call.dispatch import compiling, transformed
 from opsmith.call.forms import in_order
@@ -221,12 +221,8 @@ class ProjectCall(Call):
     def prepare(self, tensors: Sequence[Any], out: Any = None) -> tuple[Tensor, ...]:
         """What the kernels take, of the operator's own tensors."""
         for name, t in zip(self.names, tensors, strict=False):
-            if not isinstance(t, Tensor):
-                raise TypeError(f"{self.op}: {name} must be a tensor, got {type(t).__name__}")
-            if t.device != tensors[0].device:
-                raise ValueError(
-                    f"{self.op}: {name} is on {t.device}, {self.names[0]} on {tensors[0].device}; move one of them"
-                )
+            check_is_tensor(self.op, t, name)
+            check_device(self.op, t, tensors[0], name, self.names[0])
         if self.before is None:
             return tuple(tensors)
         # What `before` reads is not all among what the kernels read, with which `traced` compares an `out`.

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from opsmith.call.arguments import check_device, check_float, check_number, one_of, short
+from opsmith.call.arguments import check_device, check_float, check_is_tensor, check_number, one_of, short
 from opsmith.call.dispatch import compiling, needs_grad
 from opsmith.call.layouts import as_rows
 from opsmith.call.run import Call, declare
@@ -144,8 +144,7 @@ def definition(
 
 def check_target(op: str, target: Any, logits: Tensor, name: str = "logits") -> None:
     """Refuse targets that are no class numbers, or live elsewhere."""
-    if not isinstance(target, Tensor):
-        raise TypeError(f"{op}: target must be a tensor, got {type(target).__name__}")
+    check_is_tensor(op, target, "target")
     if target.dtype not in (torch.int64, torch.int32):
         more = "; probabilities are not supported" if target.is_floating_point() else "; cast it first"
         raise TypeError(f"{op}: target must hold classes as int64 or int32, got {short(target.dtype)}{more}")

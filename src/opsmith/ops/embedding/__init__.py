@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from opsmith.call import dispatch
-from opsmith.call.arguments import check_float, short
+from opsmith.call.arguments import check_float, check_is_tensor, short
 from opsmith.call.dispatch import NATIVE_DTYPES, SMALL, compiling, exporting, native
 from opsmith.call.layouts import as_rows, out_rows
 from opsmith.call.run import Call, declare
@@ -112,12 +112,10 @@ def definition(ids: Tensor, table: Tensor, padding_idx: int | None, sparse_grad:
 
 def check_ids(op: str, ids: Any, table: Any, name: str = "ids") -> None:
     """Refuse what are no ids, and what is no table of rows on their device."""
-    if not isinstance(ids, Tensor):
-        raise TypeError(f"{op}: {name} must be a tensor, got {type(ids).__name__}")
+    check_is_tensor(op, ids, name)
     if ids.dtype is not torch.int64 and ids.dtype is not torch.int32:
         raise TypeError(f"{op}: {name} must be int64 or int32, got {short(ids.dtype)}; cast them first")
-    if not isinstance(table, Tensor):
-        raise TypeError(f"{op}: table must be a tensor, got {type(table).__name__}")
+    check_is_tensor(op, table, "table")
     if table.dim() != 2:
         raise ValueError(f"{op}: table must have shape [V, N], got {tuple(table.shape)}")
     if ids.device != table.device:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opsmith.call.arguments import check_device, short
+from opsmith.call.arguments import check_device, check_is_tensor, short
 from opsmith.call.dispatch import compiling
 from opsmith.call.run import declare
 from opsmith.call.signature import Input, Number, Output, Signature
@@ -109,8 +109,7 @@ class _Quantized(Gather):
             raise TypeError(
                 f"{_OP}: table must be int8, got {short(table.dtype)}; QuantizedEmbedding.from_float quantizes it"
             )
-        if not isinstance(scale, Tensor):
-            raise TypeError(f"{_OP}: scale must be a tensor, got {type(scale).__name__}")
+        check_is_tensor(_OP, scale, "scale")
         if scale.dtype not in (torch.float32, torch.float64):
             raise TypeError(
                 f"{_OP}: scale must be float32, got {short(scale.dtype)}; a rounded scale shifts rows"

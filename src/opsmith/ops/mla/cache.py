@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from opsmith.call.arguments import check_number, short
+from opsmith.call.arguments import check_device, check_number, short
 from opsmith.ops.mla.check import check_tensor
 
 Mode = Literal["joint", "split", "int8_tiled", "tiled"]
@@ -322,7 +322,6 @@ def _check_layout(mode: str, name: str, t: Tensor, shape: str, latent: Tensor) -
     if (t.dtype != torch.int8) if integer else not t.is_floating_point():
         what = "int8" if integer else "floating-point"
         raise TypeError(f'{_NAME}: {name} must be {what} in mode "{mode}", got {short(t.dtype)}')
-    if t.device != latent.device:
-        raise ValueError(f"{_NAME}: latent is on {latent.device}, rope on {t.device}; move one of them")
+    check_device(_NAME, latent, t, "latent", "rope")
     if mode != "int8_tiled" and t.dtype != latent.dtype:
         raise TypeError(f"{_NAME}: rope must be {short(latent.dtype)} like latent, got {short(t.dtype)}")

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from opsmith.call.arguments import EPS, check_fit, check_float, check_number, short
+from opsmith.call.arguments import EPS, check_device, check_fit, check_float, check_number, short
 from opsmith.call.layouts import dense_rows, fresh
 from opsmith.ops.mla.cache import MLACache, check_mapping
 from opsmith.ops.mla.check import check_inference
@@ -123,8 +123,7 @@ class Call(NamedTuple):
             raise TypeError(
                 f"{op}: x must be {short(w.wuk.dtype)} like the weights, got {short(x.dtype)}; cast one of them"
             )
-        if x.device != w.wuk.device:
-            raise ValueError(f"{op}: x is on {x.device}, the weights on {w.wuk.device}; move one of them")
+        check_device(op, x, w.wuk, "x", "the weights")
         self.rotation.check(op, "x", x, w.rope)
         self.cache.check(op, w.kv_lora, w.rope, x)
         if self.return_latent_q and w.gamma1 is None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opsmith.call.arguments import one_of, short
+from opsmith.call.arguments import check_device, one_of, short
 from opsmith.call.dispatch import needs_grad
 
 
@@ -23,8 +23,7 @@ def check_tensor(
     if t.dtype not in (dtypes or (like.dtype,)):
         known = one_of(*dtypes) if dtypes else f"{short(like.dtype)} like {of}"
         raise TypeError(f"{op}: {name} must be {known}, got {short(t.dtype)}; cast it first")
-    if t.device != like.device:
-        raise ValueError(f"{op}: {name} is on {t.device}, {of} on {like.device}; move one of them")
+    check_device(op, t, like, name, of)
 
 
 def check_inference(op: str, *tensors: Tensor | None) -> None:

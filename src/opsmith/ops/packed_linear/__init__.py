@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from opsmith.call.arguments import check_device, check_dtype, check_float, check_like, short
+from opsmith.call.arguments import check_device, check_dtype, check_float, check_is_tensor, check_like, short
 from opsmith.call.dispatch import compiling, native, needs_grad
 from opsmith.call.layouts import nbytes
 from opsmith.call.run import Call, declare
@@ -157,9 +157,8 @@ class _Packed(_Flat):
         format = format_of(bits, scales, group_size, zero)
         of = FORMATS[format]
         for name, t in (("weight", weight), ("scale", scale), ("zero", zero), ("outer", outer)):
-            if not isinstance(t, Tensor) and (name == "weight" or t is not None):
-                raise TypeError(f"{_OP}: {name} must be a tensor, got {type(t).__name__}")
-            if t is not None:
+            if name == "weight" or t is not None:
+                check_is_tensor(_OP, t, name)
                 check_device(_OP, t, x, name)
         groups = CHOSEN.get(format, (of.group,))
         if group_size not in groups:

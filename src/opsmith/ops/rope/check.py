@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opsmith.call.arguments import check_fit, check_float, check_number, one_of, short
+from opsmith.call.arguments import check_device, check_fit, check_float, check_number, one_of, short
 
 Pair = tuple[Tensor, Tensor]
 
@@ -57,8 +57,7 @@ def check_table(
         if t.dtype not in (dtypes or (x.dtype, torch.float32)):
             known = one_of(*(dtypes or (x.dtype, torch.float32)))
             raise TypeError(f"{op}: {name} must be {known}, got {short(t.dtype)}")
-        if t.device != x.device:
-            raise ValueError(f"{op}: {name} is on {t.device}, the input on {x.device}; move one of them")
+        check_device(op, t, x, name, "the input")
     given = cos.shape
     if sin.shape != given or sin.dtype != cos.dtype:
         raise ValueError(

@@ -10,13 +10,18 @@ import json
 import os
 import sys
 import warnings
+from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 
 import opsmith
 from opsmith.compiler.choose.ranks import Ranks
+from opsmith.compiler.modules import quantize as packed_layers
+from opsmith.compiler.modules.latent import prove as prove_latent
+from opsmith.compiler.modules.paged import prove as prove_paged
 
 IDS = torch.arange(2, 14).view(2, 6)
 
@@ -37,13 +42,14 @@ def in_parts(folder: str) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, distributed_config=spread).eval()
 
 
-def work(folder: str, latent: str) -> dict[str, Any]:
+def work(folder: str, latent: str, whole: str) -> dict[str, Any]:
     """Load a model in parts, optimize it, generate; then the same in int8, and with a rank that dies.
 
-    Before it, one of latent attention and experts.
+    Before it, one of latent attention and experts, and proofs that fail on the second rank alone.
     """
+    parted = {"parted latent": failing(whole, quantize="int8"), "parted pages": failing(folder)}
     model = opsmith.optimize(in_parts(latent), {"input_ids": IDS}, config=opsmith.Config(tune=False))
-    found: dict[str, Any] = {"latent": tokens(model), "latent report": str(model.opsmith.report)}
+    found: dict[str, Any] = {"latent": tokens(model), "latent report": str(model.opsmith.report), **parted}
     model = in_parts(folder)
     found["eager"] = tokens(model)
     try:
@@ -78,6 +84,29 @@ def work(folder: str, latent: str) -> dict[str, Any]:
     except RuntimeError as error:
         found["alone"] = str(error)
     return found
+
+
+def failing(folder: str, quantize: str | None = None) -> dict[str, Any]:
+    """A model whose last latent attention, packed layers and pages fail their proofs on the second rank."""
+
+    def latent(site: Any, seen: Any) -> Any:
+        verdict = identify(site, seen)
+        planted = dist.get_rank() == 1 and site.name.endswith("1.self_attn")
+        return replace(verdict, ok=False, why="planted") if planted else verdict
+
+    identify, why = prove_latent.identify, "planted" * (dist.get_rank() == 1)
+    with (
+        mock.patch.object(prove_latent, "identify", latent),
+        mock.patch.object(prove_paged, "_wrong", return_value=why),
+        mock.patch.object(packed_layers, "_wrong", return_value=why),
+    ):
+        model = in_parts(folder)
+        eager = tokens(model)
+        opsmith.optimize(model, {"input_ids": IDS}, quantize=quantize, config=opsmith.Config(tune=False))
+        same, report = tokens(model) == eager, model.opsmith.report
+    rolled = {layer.name: layer.why for layer in report.quantized if layer.status == "rolled back"}
+    latents = [(layer.status, layer.why) for layer in report.latent]
+    return {"same": same, "packed": rolled, "latent": latents, "fallbacks": report.fallbacks}
 
 
 def late(folder: str) -> dict[str, Any]:

@@ -26,11 +26,12 @@ transformers = pytest.importorskip("transformers")
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small Llama on disk, and in a folder of it a DeepSeek-V2."""
+    """A small Llama on disk, and in folders of it a DeepSeek-V2 and a V3, whose projections stay whole."""
     torch.manual_seed(0)
     place = tmp_path_factory.mktemp("sharded")
     llama().save_pretrained(place)
     deepseek("V2").save_pretrained(place / "latent")
+    deepseek("V3").save_pretrained(place / "whole")
     return place
 
 
@@ -61,8 +62,19 @@ def ranks(*arguments: str, second: dict[str, str]) -> list[dict[str, Any]]:
 def test_a_sharded_model_says_what_it_said_and_its_ranks_choose_alike(folder: Path) -> None:
     alone = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
     latent = transformers.AutoModelForCausalLM.from_pretrained(folder / "latent").eval()
-    first, second = ranks(str(folder), str(folder / "latent"), second={})
-    for found in (first, second):
+    folders = folder, folder / "latent", folder / "whole"
+    first, second = ranks(*map(str, folders), second={})
+    for found, why in ((first, "rank 1: planted"), (second, "planted")):
+        attention, pages = found["parted latent"], found["parted pages"]
+        assert [status for status, _ in attention["latent"]] == ["kept", "rolled back"]
+        assert attention["latent"][1][1] == why
+        assert set(attention["packed"].values()) == {why}
+        assert pages == {
+            "same": True,
+            "packed": {},
+            "latent": [],
+            "fallbacks": {why: pages["fallbacks"][why]},
+        }
         assert found["late"]["tokens"] == tokens(alone)
         assert (
             "its weights were spread over ranks after optimize; optimize it again" in found["late"]["report"]

@@ -152,7 +152,7 @@ def optimize(
         breaks = set(counters["graph_break"])
         for args, kwargs in calls:
             if settings.quantize is not None and settings.verify:
-                session.packing.check(partial(model._call_impl, *args, **kwargs))
+                session.packing.check(partial(model._call_impl, *args, **kwargs), ranks)
             with torch.no_grad():
                 model(*args, **kwargs)
         if warm is not None:

@@ -66,18 +66,18 @@ class Ranks:
                     )
 
 
-class SharedTimes:
-    """Measured times as all ranks take them. None are kept: files of several machines differ."""
+def agreed(ranks: Ranks | None, why: str) -> str:
+    """Why none may do something: this rank's reason, or another's. What one does alone has others wait for it."""
+    every = [] if ranks is None else ranks.gather([dist.get_rank(), why])
+    return why or next((f"rank {rank}: {theirs}" for rank, theirs in every if theirs), "")
+
+
+class SharedTimes(dict[str, dict[str, float]]):
+    """Measured times as all ranks take them. None are known before or kept: files of several machines differ."""
 
     def __init__(self, ranks: Ranks) -> None:
+        super().__init__()
         self._ranks = ranks
-
-    def get(self, key: str) -> None:
-        """Nothing is known before."""
-
-    def items(self) -> list[tuple[str, dict[str, float]]]:
-        """As of `get`."""
-        return []
 
     def settled(self, key: str, times: dict[str, float], steady: bool) -> dict[str, float]:
         """Of what every rank can run, the slowest's time."""

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from opsmith import decoding
 from opsmith.call.dispatch import is_sharded
-from opsmith.compiler.choose.ranks import Ranks
+from opsmith.compiler.choose.ranks import Ranks, agreed
 from opsmith.compiler.modules.linear_layers import layer_of
 from opsmith.compiler.modules.stand_in import StandIn
 from opsmith.operator import Tolerance
@@ -49,10 +49,7 @@ class Mixtures:
             if chosen not in _REPLACED:
                 continue
             whys = (unlike(m, m.gate_up_proj.dtype) or (_wrong(m) if verify else "") for m in its)
-            why = next(filter(None, whys), "")
-            if ranks is not None:
-                why = next(filter(None, ranks.gather(why)), "")
-            if why:
+            if why := agreed(ranks, next(filter(None, whys), "")):
                 self._left[why] = self._left.get(why, 0) + len(its)
                 continue
             setattr(config, f"{_CHOICE}_internal", decoding.NAME)

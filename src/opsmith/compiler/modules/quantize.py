@@ -15,6 +15,7 @@ from torch._dynamo.types import GuardFilterEntry
 
 from opsmith.call.dispatch import always_native, is_sharded
 from opsmith.compiler.capture.mutation import Effects
+from opsmith.compiler.choose.ranks import Ranks, agreed
 from opsmith.compiler.choose.weights import Seen
 from opsmith.compiler.config import Config
 from opsmith.compiler.find.joined import join, side_by_side
@@ -181,7 +182,7 @@ class Packing:
                 record.joined = group
         return before in ({()}, {group})
 
-    def check(self, run: Callable[[], object]) -> None:
+    def check(self, run: Callable[[], object], ranks: Ranks | None = None) -> None:
         """Hold each layer to the tolerance of its operator on the inputs that it gets while `run` runs the model.
 
         What it is held to is the float64 product with the weight as it was rounded: the rounding itself is the
@@ -201,7 +202,7 @@ class Packing:
             run()
         for name, x in seen.items():
             packed = self._layers[name]
-            if why := _wrong(packed, x):
+            if why := agreed(ranks, _wrong(packed, x)):
                 packed.record.status, packed.record.why = "rolled back", why
                 del packed.owner.forward, self.packed[name]
 

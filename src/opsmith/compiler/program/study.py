@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,6 +14,7 @@ from torch.fx.node import map_arg
 
 from opsmith import measure
 from opsmith.compiler.capture.casts import Regions
+from opsmith.compiler.choose.ranks import agreed
 from opsmith.compiler.choose.settle import learning
 from opsmith.compiler.find.site import Site
 from opsmith.compiler.program.sites import SPENT, Known, Sites
@@ -104,16 +104,14 @@ class Study:
                 return True
             verdict = self._prove(known, choice.implementation, call, exact)
             report.error, report.bound = verdict.error, verdict.bound
-            if (ranks := self.sites.selector.ranks) is not None and not all(ranks.gather(verdict.ok)):
-                verdict = replace(verdict, ok=False, why=verdict.why or "it failed on another rank")
-            if verdict.ok:
+            if not (why := agreed(self.sites.selector.ranks, verdict.why)):
                 return True
-            failures.append(f"{choice.implementation}: {verdict.why}")
+            failures.append(f"{choice.implementation}: {why}")
             report.why = "; ".join(failures)
             if choice.implementation == "eager":
                 report.status = "rolled back"
                 return False
-            known.unfit[choice.implementation] = verdict.why
+            known.unfit[choice.implementation] = why
             known.choices.clear()
 
     def _prove(self, of: Known, candidate: str, call: dict[str, Any], exact: Exact) -> Verdict:

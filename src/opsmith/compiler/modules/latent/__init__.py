@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from opsmith.call.dispatch import is_sharded
+from opsmith.compiler.choose.ranks import Ranks, agreed
 from opsmith.compiler.config import Config
 from opsmith.compiler.modules import conventions
 from opsmith.compiler.modules.latent import prove as latent_prove
@@ -100,19 +101,19 @@ class Latent:
         for site in self.sites:
             if site.name not in found:
                 site.report.status, site.report.why = "rolled back", "the example did not reach it"
-            elif self._prove(site, found[site.name]):
+            elif self._prove(site, found[site.name], Ranks.of(model)):
                 site.index = len(kept)
                 kept.append(site)
                 site.module.forward = site.forward
         self.sites, self.waiting = kept, False
         self._whole = bool(kept) and len(kept) == conventions.layers(model)
 
-    def _prove(self, site: LatentSite, found: latent_prove.Seen) -> bool:
+    def _prove(self, site: LatentSite, found: latent_prove.Seen, ranks: Ranks | None) -> bool:
         report = site.report
         with latent_prove.inputs_as_they_are(site.module):
             verdict = latent_prove.identify(site, found)
-        report.error, report.bound, report.why = verdict.error, verdict.bound, verdict.why
-        if not verdict.ok:
+        report.error, report.bound, report.why = verdict.error, verdict.bound, agreed(ranks, verdict.why)
+        if report.why:
             report.status = "rolled back"
             return False
         r = site.reading

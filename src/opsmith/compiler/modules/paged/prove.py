@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from opsmith.compiler.choose.ranks import Ranks, agreed
 from opsmith.compiler.meanwhile import meanwhile
 from opsmith.compiler.modules import conventions
 from opsmith.compiler.prove.wide import Exact, widened
@@ -89,7 +90,9 @@ def study(model: nn.Module, tokens: Tensor, windows: list[int | None], verify: b
                 return f"layer {at} sees all tokens, and its cache holds a window"
             if odd := [name for name in _MORE if seen.options.get(name) is not None]:
                 return f"layer {at} gives its attention {odd[0]}"
-        if verify and (why := _wrong({at: (by_layer[at], window) for at, window in enumerate(windows)})):
+        layers = {at: (by_layer[at], window) for at, window in enumerate(windows)}
+        # Each rank has other heads.
+        if verify and (why := agreed(Ranks.of(model), _wrong(layers))):
             return why
         with torch.no_grad(), meanwhile(chosen, conventions.ATTENTION, step.NAME):
             ours = _last(_stepwise(model, inputs, windows))

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from torch import nn
 
 import opsmith
 from opsmith.compiler.choose import weights
+from opsmith.compiler.modules.adjacent import Adjacent
 from tests.compiler.models import WIDTH, Feed, numbers, optimized, seeded
 
 PAGE = Path(__file__).parents[2] / "docs" / "guide" / "changes.md"
@@ -369,3 +371,17 @@ def test_parts_may_be_spread_over_ranks_and_others_not() -> None:
     parallel.parallelize_module(model, init_device_mesh("cpu", (1,)), spread)
     torch.testing.assert_close(optimized(model, x)(x), plain(x))
     assert "could not be studied" not in str(model.opsmith.report)
+
+
+def test_a_rank_that_fails_does_not_run_its_model_alone() -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import parallel
+
+    model, calls = nn.Sequential(seeded(Gate)), mock.Mock(return_value=None)
+    parallel.parallelize_module(model, init_device_mesh("cpu", (1,)), {"0.down": parallel.ColwiseParallel()})
+    model.register_forward_pre_hook(calls)
+    planted = mock.patch.object(Adjacent, "of", side_effect=MemoryError("planted"))
+    with planted, pytest.raises(MemoryError, match="planted"):
+        optimized(model, numbers(3, WIDTH))
+    assert not calls.called  # other ranks may be elsewhere
+    assert not hasattr(model, "opsmith")

@@ -167,10 +167,10 @@ def optimize(
             )
     except BaseException as error:
         restore(model)
-        if not isinstance(error, Exception):  # Ctrl-C
+        # Ctrl-C; and ranks whose model eager would run again on this one alone, in step with nobody.
+        if not isinstance(error, Exception) or ranks is not None:
             raise
-        problem = _eager_problem(model, calls)
-        if problem is not None:
+        if problem := _eager_problem(model, calls):
             raise ValueError(f"optimize: the model does not accept the example inputs: {problem}") from error
         if settings.dtype is not None and "dtype" in str(error):
             raise ValueError(

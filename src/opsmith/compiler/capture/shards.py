@@ -8,12 +8,12 @@ DTensors (a vocabulary that is looked up in parts, logits that are gathered) sta
 from __future__ import annotations
 
 import sys
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, fx, nn
 from torch.fx import Node
+from torch.utils.weak import WeakIdKeyDictionary
 
 from opsmith.call.dispatch import is_sharded
 
@@ -38,7 +38,6 @@ class Shards:
         graph = fx.Graph()
         graph.output(graph.graph_copy(gm.graph, {}))
         self._at: list[int] = []
-        self._held: dict[int, tuple[Tensor, nn.Parameter]] = {}
         placeholders = graph.find_nodes(op="placeholder")
         last = placeholders[-1]
         for i, (node, value) in enumerate(zip(placeholders, inputs, strict=True)):
@@ -58,12 +57,16 @@ class Shards:
 
     def added(self, inputs: Sequence[Any]) -> list[Any]:
         """The inputs with this rank's shard of each weight: one parameter for as long as the weight is the same."""
-        return [*inputs, *[self._shard(i, inputs[i]) for i in self._at]]
+        return [*inputs, *[_shard(inputs[i]) for i in self._at]]
 
-    def _shard(self, i: int, weight: Any) -> nn.Parameter:
-        held = weight.to_local()
-        known = self._held.get(i)
-        if known is None or known[0] is not held:
-            known = self._held[i] = held, nn.Parameter(held, requires_grad=False)
-            weakref.finalize(weight, self._held.pop, i, None).atexit = False
-        return known[1]
+
+# One parameter for each weight, whichever graph asks: by that a report knows which graphs are of one layer.
+_HELD: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def _shard(weight: Any) -> nn.Parameter:
+    held = weight.to_local()
+    known: tuple[Tensor, nn.Parameter] | None = _HELD.get(weight)
+    if known is None or known[0] is not held:
+        _HELD[weight] = known = held, nn.Parameter(held, requires_grad=False)
+    return known[1]

@@ -61,7 +61,7 @@ def evaluate(
 def materialize(poly: Poly, canon: Canon, root: Node, shifted: bool = False) -> Operand | None:
     """The node that computes a term, or the call that would; None where that would take arithmetic.
 
-    `shifted`: whether a constant may stand beside it.
+    `shifted`: it is a mask, beside which a constant may stand, and whose negative serves too.
     """
     if shifted and (total := _sum(poly, canon, root, shifted)) is not None:
         return total
@@ -121,8 +121,8 @@ def _summands(
             term = views.reshape(term, shape_of(node), apart)
             operand = Made(torch.ops.aten.unflatten.int, (node, 0, [-1, shape[1]]), apart)
         own = [(m, c) for m, c in term.terms if not (shifted and m is canon.space.one)]
-        for sign in (1, -1) if own else ():
-            if all(math.isclose(left.get(m, 0.0), sign * c, rel_tol=1e-6) for m, c in own):
+        for sign in (1, -1) if shifted else (1,):
+            if own and all(math.isclose(left.get(m, 0.0), sign * c, rel_tol=1e-6) for m, c in own):
                 minus = Made(torch.ops.aten.neg.default, (operand,), term.shape)
                 yield term * sign, operand if sign == 1 else minus
 

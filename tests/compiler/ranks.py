@@ -76,6 +76,7 @@ def work(folder: str, latent: str, whole: str) -> dict[str, Any]:
     found["learned"] = [learned(folder, ours) for ours in (False, True)]
     opsmith.optimize(model, quantize="int8", verify=False, config=opsmith.Config(tune=False))
     found["quantized"] = str(model.opsmith.report)
+    in_eager = in_parts(folder)
     if dist.get_rank() == 1:
         print(json.dumps(found), flush=True)
         os._exit(9)
@@ -83,6 +84,10 @@ def work(folder: str, latent: str, whole: str) -> dict[str, Any]:
         tokens(model)
     except RuntimeError as error:
         found["alone"] = str(error)
+    try:
+        opsmith.optimize(in_eager, {"input_ids": IDS})
+    except RuntimeError as error:
+        found["optimized alone"] = str(error)
     return found
 
 

@@ -100,6 +100,7 @@ def test_a_sharded_model_says_what_it_said_and_its_ranks_choose_alike(folder: Pa
     layers = alone.config.num_hidden_layers
     assert f" {2 * layers + 1} rms_norm," in first["report"], first["report"]  # however many graphs have them
     assert first["sums"] == 2 * layers * first["graphs"]  # collectives are where they were
+    assert "rank 0 chooses together with [1], and one of these is gone" in first["optimized alone"]
     assert first["alone"]  # once the second rank has died, a call is an error, and waits for nobody
 
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from opsmith.call.dispatch import is_sharded
+from opsmith.compiler.reasons import one_line
 from opsmith.kernels import isa
 from opsmith.version import VERSION
 
@@ -30,12 +31,23 @@ class Ranks:
         return cls(max(meshes, key=lambda mesh: mesh.size())) if meshes else None
 
     def gather(self, value: Any) -> list[Any]:
-        """What each rank gave, as JSON."""
+        """What each rank gave, as JSON.
+
+        Raises:
+            RuntimeError: for ranks that do not answer.
+        """
         values = [value]
         for group in self._groups:
-            values = [
-                v for each in self._exchange(json.dumps(values).encode(), group) for v in json.loads(each)
-            ]
+            try:
+                every = self._exchange(json.dumps(values).encode(), group)
+            except RuntimeError as error:  # which names an address at best
+                me = dist.get_rank()
+                others = sorted({*dist.get_process_group_ranks(group)} - {me})
+                raise RuntimeError(
+                    f"optimize: rank {me} chooses together with {others}, and one of these is gone or waits "
+                    f"elsewhere: see what it said, and start all of them again ({one_line(error)})"
+                ) from error
+            values = [v for each in every for v in json.loads(each)]
         return values
 
     def _exchange(self, text: bytes, group: Any) -> list[bytes]:

@@ -65,10 +65,10 @@ print(run(1024, 5 << 14))
 
 @pytest.mark.parametrize("format", ["float32", "int8"])
 def test_no_weight_is_there_twice_at_any_time(format: str, tmp_path: Path) -> None:
-    """The least of three runs: of a file just written the system keeps as much mapped as it likes, 0 to 0.4 of it."""
+    """The least of six runs: of a file just written the system keeps as much mapped as it likes, 0 to 0.4 of it."""
     command = [sys.executable, "-c", PEAK, str(tmp_path), format]
     found: list[float] = []
-    while len(found) < 3 and not any(peak < 1.25 for peak in found):
+    while len(found) < 6 and not any(peak < 1.25 for peak in found):
         run = subprocess.run(command, capture_output=True, text=True, timeout=600, check=True)
         found.append(float(run.stdout))
     assert min(found) < 1.25, found

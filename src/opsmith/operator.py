@@ -112,6 +112,11 @@ class Verdict:
     why: str = ""
     eager: float = math.nan
 
+    @property
+    def failure(self) -> str:
+        """Why it failed, whether or not it says so itself; nothing where it passed."""
+        return "" if self.ok else self.why or f"error {self.error:.3g} above the bound {self.bound:.3g}"
+
 
 @dataclass(frozen=True)
 class Tolerance:

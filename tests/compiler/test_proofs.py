@@ -19,7 +19,7 @@ from opsmith.compiler.choose import worth
 from opsmith.compiler.kept import Kept, TuningCache
 from opsmith.compiler.program import study
 from opsmith.compiler.prove import proofs
-from opsmith.operator import Implementation, registry
+from opsmith.operator import Implementation, Tolerance, Verdict, registry
 from tests.compiler.models import UNTIMED, WIDTH, Feed, Truth, numbers, seeded
 
 
@@ -280,3 +280,16 @@ def test_a_saved_plan_says_whether_its_program_runs(monkeypatch: pytest.MonkeyPa
     torch._dynamo.reset()
     there = opsmith.optimize(copy.deepcopy(model), [x], plan=plan).opsmith.plan.shapes[0]
     assert there.note.startswith("opsmith ")
+
+
+@pytest.mark.parametrize("ok", [False, True])
+def test_a_verdict_counts_and_not_what_it_says(monkeypatch: pytest.MonkeyPatch, ok: bool) -> None:
+    """A tolerance of one's own may fail a result without a reason, and remark on one that passes."""
+    verdict = Verdict(ok, 2.0, 1.0, "a remark" * ok)
+    monkeypatch.setattr(Tolerance, "check_parts", lambda self, parts: verdict)
+    monkeypatch.setattr(Tolerance, "near", lambda self, *of: verdict)
+    report = _optimize(
+        seeded(Feed), numbers(3, 4, WIDTH), config=Config(tune=False, inductor=False)
+    ).opsmith.report
+    assert bool(report.rolled_back) is not ok
+    assert all("error 2 above the bound 1" in line for line in report.rolled_back)

@@ -195,7 +195,7 @@ def compare(
         for runner in runners.values():
             for _ in range(warmup):
                 runner.call(*inputs())
-        ran, passed = time.thread_time(), time.perf_counter()
+        ran, began = time.thread_time(), now()
         active = list(runners)
 
         def once() -> None:
@@ -222,13 +222,10 @@ def compare(
         active = list(runners)
         for _ in range(drop_rounds - 2 if dropped else 0):
             once()
-        ran, passed = time.thread_time() - ran, time.perf_counter() - passed
-    share = ran / passed if clock is None and torch.device(device).type == "cpu" else 1.0
+    share = (time.thread_time() - ran) / (now() - began) if clock is None and not by_device else 1.0
     messages = spread_messages(samples)
     if share < ALONE:
-        messages.append(
-            f"the calling thread ran {share:.0%} of the time: other work on this machine took the rest"
-        )
+        messages.append(f"the calling thread ran {share:.0%} of the time: other work ran, or it slept")
     if pool is not None and not warm and not pool.cold:
         messages.append(
             f"the pool of {pool.bytes} bytes is too small for the caches: these times are not cold"

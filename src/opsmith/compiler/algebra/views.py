@@ -29,8 +29,7 @@ def reshape(p: Poly, old: Shape, new: Shape) -> Poly:
 
 def _through(p: Poly, old: Shape, new: Shape) -> Poly:
     """Reshape of every atom, where each spans the leading dimensions wholly."""
-    inner = partial(_atom, p.space, old=old, new=new)
-    return p.space.rebuilt(p, inner, lambda e: _through(e, old, new))
+    return p.space.rebuilt(p, partial(_atom, p.space, old=old, new=new), lambda e: _through(e, old, new))
 
 
 def _atom(s: Space, atom: Atom, old: Shape, new: Shape) -> Poly:

@@ -104,7 +104,7 @@ class Study:
                 return True
             verdict = self._prove(known, choice.implementation, call, exact)
             report.error, report.bound = verdict.error, verdict.bound
-            if not (why := agreed(self.sites.selector.ranks, verdict.why)):
+            if not (why := agreed(self.sites.selector.ranks, verdict.failure)):
                 return True
             failures.append(f"{choice.implementation}: {why}")
             report.why = "; ".join(failures)

@@ -29,8 +29,7 @@ inline void store_low_bytes(int8_t* p, IVec v, Full = {}) {
   _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8((__m512i)v));
 #elif defined(OPSMITH_AVX2)
   // The low bytes of each half's four lanes, in its first lane.
-  const __m256i first = _mm256_set1_epi32(0x0c080400);
-  const __m256i bytes = _mm256_shuffle_epi8((__m256i)v, first);
+  const __m256i bytes = _mm256_shuffle_epi8((__m256i)v, _mm256_set1_epi32(0x0c080400));
   const __m128i both = _mm_unpacklo_epi32(_mm256_castsi256_si128(bytes), _mm256_extracti128_si256(bytes, 1));
   _mm_storel_epi64((__m128i*)p, both);
 #elif defined(OPSMITH_NEON)

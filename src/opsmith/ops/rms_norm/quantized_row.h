@@ -59,17 +59,17 @@ inline float scale_row(const T* x, int64_t n, const float* gamma, const float* b
   return largest(most);
 }
 
-// to = x / sqrt(mean(x^2) + eps) * gamma + beta, in float; without gamma x itself. The largest magnitude is returned.
+// to = x / sqrt(mean(x^2) + eps) * gamma + beta, in float; without gamma x itself.
 template <class T>
-inline float norm_row(const T* x, int64_t n, const float* gamma, const float* beta, float eps, float* to) {
-  if (!gamma) return scale_row(x, n, gamma, beta, 1.0f, to);
+inline void norm_row(const T* x, int64_t n, const float* gamma, const float* beta, float eps, float* to) {
+  if (!gamma) return void(scale_row(x, n, gamma, beta, 1.0f, to));
   Vec squares[4] = {};
   for_lanes_unrolled<4>(n, [&](int64_t i, int u, auto k) {
     const Vec v = load(x + i, k);
     squares[u] = fma(v, v, squares[u]);
   });
   const float sum = reduce_add((squares[0] + squares[1]) + (squares[2] + squares[3]));
-  return scale_row(x, n, gamma, beta, 1.0f / std::sqrt(sum / float(n) + eps), to);
+  scale_row(x, n, gamma, beta, 1.0f / std::sqrt(sum / float(n) + eps), to);
 }
 
 // rint(clamp(v, -128, 127)), half to even.

@@ -98,10 +98,11 @@ class Latent:
                 hooks.enter_context(module.register_forward_hook(keep, with_kwargs=True))
             run()
         kept: list[LatentSite] = []
+        ranks = Ranks.of(model)
         for site in self.sites:
             if site.name not in found:
                 site.report.status, site.report.why = "rolled back", "the example did not reach it"
-            elif self._prove(site, found[site.name], Ranks.of(model)):
+            elif self._prove(site, found[site.name], ranks):
                 site.index = len(kept)
                 kept.append(site)
                 site.module.forward = site.forward
@@ -112,7 +113,7 @@ class Latent:
         report = site.report
         with latent_prove.inputs_as_they_are(site.module):
             verdict = latent_prove.identify(site, found)
-        report.error, report.bound, report.why = verdict.error, verdict.bound, agreed(ranks, verdict.why)
+        report.error, report.bound, report.why = verdict.error, verdict.bound, agreed(ranks, verdict.failure)
         if report.why:
             report.status = "rolled back"
             return False

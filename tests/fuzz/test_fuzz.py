@@ -106,9 +106,9 @@ def test_a_fault_of_the_compiler_is_found(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_scores_as_low_as_what_hides_them_are_no_fault() -> None:
-    """Of the first token all other scores are lower than what is filled in, so eager reads what was to be hidden."""
-    scores = "(heads(v0) @ heads(v0).mT * -1e10)"
-    hidden = f"{scores}.masked_fill({models.CAUSAL.format(a='v0')}.triu(1), -1e9)"
+    """Where one number is large, the last token's only score is below what is filled in, so eager reads the hidden."""
+    scores = "(heads(v0) @ heads(v0).mT * -100.0)"
+    hidden = f"{scores}.masked_fill({models.CAUSAL.format(a='v0')}.tril(-1), -1e9)"
     models.judge(models.Program((f"v1 = merged({hidden}.softmax(-1) @ heads(v0))",), (1,)))
 
 

@@ -11,6 +11,7 @@ import torch
 
 import opsmith
 from opsmith.compiler import Config
+from opsmith.compiler.program import study
 from opsmith.operator import Implementation, registry
 from tests.compiler.models import UNTIMED, WIDTH, Feed, Truth, numbers, seeded
 
@@ -125,6 +126,27 @@ def test_an_implementation_that_raises_is_refused_with_its_reason(
     (step,) = [s for s in model.opsmith.plan.shapes[0].steps if s.operator == "layer_norm"]
     assert step.implementation != "planted"
     assert step.refused["planted"] == "raised ZeroDivisionError: one divided by zero"
+    with torch.no_grad():
+        truth.check(model(x), x)
+
+
+def test_a_site_whose_proof_raises_is_left_and_the_others_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where float64 does not fit in memory; on ranks, which prove site by site, the others learn of it there."""
+
+    def scarce(site: Any, *rest: Any) -> Any:
+        if site.card.name == "layer_norm":
+            raise RuntimeError("can't allocate memory: you tried to allocate 4 GB")
+        return prove(site, *rest)
+
+    prove = study.prove
+    monkeypatch.setattr(study, "prove", scarce)
+    model, x = seeded(Feed), numbers(3, 4, WIDTH)
+    truth = Truth(model)
+    opsmith.optimize(model, x, config=UNTIMED)
+    report = model.opsmith.report
+    assert "layer_norm" not in report.found and report.found
+    (site,) = [s for g in report.graphs for s in g.sites if s.name.startswith("layer_norm")]
+    assert site.status == "rolled back" and "can't allocate memory" in site.why
     with torch.no_grad():
         truth.check(model(x), x)
 

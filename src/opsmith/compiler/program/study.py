@@ -123,14 +123,14 @@ class Study:
             return verdict
         try:
             results = site.results(implementation.fn(**self.sites.weights.swapped(implementation, call)))
-        except Exception as error:  # the model itself has run: an implementation that can't is refused
+            written = form(site, self.value)
+            found = self.alike.check(written, candidate, site, self.value, results)
+            if found is None:
+                verdicts = prove(site, self.value, results, exact)
+                self.alike.put(written, candidate, report.name, verdicts)
+                found = "", worst(verdicts)
+        except Exception as error:  # the model itself has run: what can't run, or be proved, is refused
             return Verdict(False, math.inf, 0.0, raised(error))
-        written = form(site, self.value)
-        found = self.alike.check(written, candidate, site, self.value, results)
-        if found is None:
-            verdicts = prove(site, self.value, results, exact)
-            self.alike.put(written, candidate, report.name, verdicts)
-            found = "", worst(verdicts)
         report.like, verdict = found
         if self.proved is not None:
             self.proved.put(site, implementation, verdict, report.like)

@@ -56,6 +56,10 @@ MASKS: dict[str, Scores] = {
     ),
     "either": lambda s, m: s.masked_fill(_bool(s.shape[-1]).triu(1) | (m[:, None, None] == 0), -1e9),
     "product": lambda s, m: s + (1 - torch.tril(_ones(s.shape[-1])) * m[:, None, None].float()) * -1e4,
+    "scaled with the scores": lambda s, m: (4 * s + m[:, None, None].float().cumsum(-1)) * 0.25,
+    "scaled and hidden": lambda s, m: ((s + m[:, None, None].float().cumsum(-1)) / 3).masked_fill(
+        m[:, None, None] == 0, -1e9
+    ),
     # Triangles that hide nothing, or what `causal` keeps.
     "one more": lambda s, m: s + torch.tril(_ones(s.shape[-1])),
     "two more above": lambda s, m: s + 2 * torch.triu(_ones(s.shape[-1]), 1),
@@ -65,16 +69,40 @@ MASKS: dict[str, Scores] = {
 }
 
 
+def _zeroed(fill: float) -> Scores:
+    """Weights of hidden keys are zeros, and so are those of a query that all are hidden from."""
+
+    def weights(s: Tensor, m: Tensor) -> Tensor:
+        hidden = m[:, None, None].eq(0)
+        return s.masked_fill(hidden, fill).softmax(-1).masked_fill(hidden, 0.0)
+
+    return weights
+
+
+def _chosen(s: Tensor, m: Tensor) -> Tensor:
+    seen = (m[:, None, None] != 0) & _bool(s.shape[-1]).tril()
+    return torch.where(seen, torch.where(seen, s, -1e9).softmax(-1), 0.0)
+
+
+ZEROS = {
+    "-inf": _zeroed(-math.inf),
+    "lowest": _zeroed(torch.finfo(torch.float32).min),
+    "-1e4": _zeroed(-1e4),
+    "where": _chosen,
+}
+
+
 class _All(nn.Module):
     """An attention by each of these, of the same input."""
 
-    def __init__(self, forms: Mapping[str, Scores]) -> None:
+    def __init__(self, forms: Mapping[str, Scores], weights: bool = False) -> None:
         super().__init__()
-        self.forms = forms
+        self.forms, self.weights = forms, weights
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, m: Tensor) -> list[Tensor]:
         scores = q @ k.transpose(-1, -2) * 0.25
-        return [form(scores, m).softmax(-1) @ v for form in self.forms.values()]
+        made = [form(scores, m) for form in self.forms.values()]
+        return [(one if self.weights else one.softmax(-1)) @ v for one in made]
 
 
 def _inputs(length: int) -> tuple[Tensor, ...]:
@@ -83,8 +111,8 @@ def _inputs(length: int) -> tuple[Tensor, ...]:
     return (*(torch.randn(2, 3, length, 16) for _ in range(3)), m)
 
 
-def _hold(forms: Mapping[str, Scores], mask: bool) -> None:
-    model = _All(forms).eval()
+def _hold(forms: Mapping[str, Scores], mask: bool, weights: bool = False) -> None:
+    model = _All(forms, weights).eval()
     found = recognized(model, [*_inputs(6)], True).sites
     assert [s.card.name for s in found] == ["attention"] * len(forms)
     wrong = [
@@ -93,9 +121,10 @@ def _hold(forms: Mapping[str, Scores], mask: bool) -> None:
         if (site.arguments.get("mask") is not None, bool(site.arguments.get("causal"))) != (mask, not mask)
     ]
     assert not wrong
-    fast: Any = opsmith.optimize(_All(forms).eval(), _inputs(6), config=Config(tune=False))
-    for length in (6, 9):
+    fast: Any = opsmith.optimize(_All(forms, weights).eval(), _inputs(6), config=Config(tune=False))
+    for length in (6, 9, *[7] * weights):
         given = _inputs(length)
+        given[-1][0] *= length != 7
         for name, a, b in zip(forms, fast(*given), model(*given), strict=True):
             torch.testing.assert_close(a, b, msg=lambda text, name=name: f"{name}: {text}")
 
@@ -106,3 +135,7 @@ def test_triangles_become_causal() -> None:
 
 def test_other_masks_stay_masks() -> None:
     _hold(MASKS, mask=True)
+
+
+def test_weights_that_are_zeros_where_a_mask_hides() -> None:
+    _hold(ZEROS, mask=True, weights=True)

@@ -159,16 +159,11 @@ class _Job:
 
     @property
     def key(self) -> str:
-        system = [
-            sys.platform,
-            platform.machine(),
-            *compiler.COMPILE_FLAGS,
-            *compiler.LINK_FLAGS,
-            *self.links,
-        ]
+        where = [sys.platform, platform.machine()]
+        flags = [*compiler.COMPILE_FLAGS, *compiler.LINK_FLAGS, *self.links]
         if any(unit.compiler for unit in self.units):  # linked with what this torch has of CUDA
-            system += self.link_flags
-        return f"{self.name}-{self.tier}-{compiler.fingerprint([*system, *self.units.values()])[:20]}"
+            flags += self.link_flags
+        return f"{self.name}-{self.tier}-{compiler.fingerprint([*where, *flags, *self.units.values()])[:20]}"
 
     @property
     def binds(self) -> bool:

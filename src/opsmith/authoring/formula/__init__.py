@@ -153,11 +153,7 @@ class _Parser:
     def fit(self, node: Node, declared: Shape | None) -> Shape:
         """The output's shape: what the formula gives, or as declared, where that is the same."""
         assert node.shape is not None
-        if (
-            declared is None
-            or declared == node.shape
-            or (node.shape[-1] == 1 and declared == node.shape[:-1])
-        ):
+        if declared in (None, node.shape) or (node.shape[-1] == 1 and declared == node.shape[:-1]):
             return declared or node.shape
         raise FormulaError(
             f"output {self.output} is declared {shown(declared)}, but its formula gives {shown(node.shape)}; "

@@ -32,14 +32,8 @@ from opsmith.call.signature import Signature
 from opsmith.kernels import build, libraries
 
 SOURCE = Path(__file__).parent / "binding_direct.cpp"
-_TYPES = {
-    "Tensor": "T",
-    "Optional[Tensor]": "o",
-    "int": "i",
-    "float": "f",
-    "Optional[float]": "g",
-    "bool": "b",
-}
+_CODE = {"Tensor": "T", "int": "i", "float": "f", "bool": "b"}
+_CODE |= {"Optional[Tensor]": "o", "Optional[float]": "g"}
 _WRITTEN = {"T": "y", "o": "p"}
 _MOST = 32  # arguments, as in direct.h
 _LARGE = 4 << 20  # bytes from which memory comes from the system, page by page
@@ -198,7 +192,7 @@ def types_of(overload: Any) -> str | None:
     """A letter for the type of each argument, as direct.h has them; None for types that we do not pass on."""
     types = ""
     for a in overload._schema.arguments:
-        one = _TYPES.get(str(a.type))
+        one = _CODE.get(str(a.type))
         if one is None:
             return None
         writes = a.alias_info is not None and a.alias_info.is_write

@@ -220,7 +220,25 @@ def _where(c: Canon, node: Node, condition: Any, self: Any, other: Any) -> Poly:
     for kept, fill, keep in ((b, a.constant, negated(c.space, holds)), (a, b.constant, holds)):
         if fill is not None and fill <= HIDES:
             return kept + hidden(c.space, keep, shape_of(condition), fill)
+        if fill == 0 and (shown := _shown(c.space, kept, keep, shape_of(node)[-1])) is not None:
+            return shown
     return chosen(c.space, holds, a, b)
+
+
+def _shown(s: Space, weights: Poly, keep: Poly, size: Dim) -> Poly | None:
+    """The softmax of scores that a mask hides some of, where zeros took these places.
+
+    A row that is hidden wholly is zeros, as under a boolean mask; so whatever hid the others, it is one.
+    """
+    scores = weights.terms[0][0].expo if len(weights.terms) == 1 else None
+    if scores is None or weights is not softmax(s, scores, size):
+        return None
+    for mono, times in scores.terms:
+        mask = mono.atom
+        if mask is not None and times == 1 and mask.name in ("keep", "fill") and mask.args[0] is keep:
+            boolean = hidden(s, keep, mask.shape, -math.inf)
+            return softmax(s, scores - s.from_atom(mask) + boolean, size)
+    return None
 
 
 @rule("masked_fill")
@@ -469,20 +487,13 @@ def _einsum(c: Canon, node: Node, equation: str, tensors: Any, path: Any) -> Pol
     rows = [i for i in left if i not in right and i in output]
     cols = [i for i in right if i not in left and i in output]
     order = batch + rows + cols
-    if (
-        len(inner) != 1
-        or len(cols) != 1
-        or not rows
-        or (len(rows) > 1 and batch)
-        or len(output) != len(order)
-    ):
+    if not len(inner) == len(cols) == 1 or not rows or (len(rows) > 1 and batch) or len(output) != len(order):
         raise Unreadable
-    s = c.space
     a = views.permute_rows(c(tensors[0]), tuple(left.index(i) for i in batch + rows + inner))
     b = views.permute(c(tensors[1]), tuple(right.index(i) for i in batch + inner + cols))
     sizes = dict(zip(output, shape_of(node), strict=True))
-    product_ = s.matmul(a, b, tuple(sizes[i] for i in order))
-    return views.permute(product_, tuple(order.index(i) for i in output))
+    made = c.space.matmul(a, b, tuple(sizes[i] for i in order))
+    return views.permute(made, tuple(order.index(i) for i in output))
 
 
 @rule("scaled_dot_product_attention")

@@ -38,8 +38,8 @@ struct FloatFormat {
   using Unit = float;
   using X = float;
   static constexpr int steps = 1;
-  template <class Lanes>
-  static Vec column(const float* p, int, Lanes lanes) {
+  template <class T, class Lanes>
+  static Vec column(const T* p, int, Lanes lanes) {
     return load(p, lanes);
   }
   static Vec broadcast(const float* x) { return splat(*x); }
@@ -48,10 +48,6 @@ struct FloatFormat {
 
 struct HalfFormat : FloatFormat {
   using Unit = float16;
-  template <class Lanes>
-  static Vec column(const float16* p, int, Lanes lanes) {
-    return load(p, lanes);
-  }
 };
 
 struct WideBFloatFormat : FloatFormat {

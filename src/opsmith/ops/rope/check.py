@@ -64,11 +64,8 @@ def check_table(
             f"{op}: cos and sin must be alike, got {short(cos.dtype)} {tuple(given)} "
             f"and {short(sin.dtype)} {tuple(sin.shape)}"
         )
-    if (
-        len(given) > 3
-        or given[-1] not in (dims, dims // 2)
-        or (len(given) == 3 and given[0] not in (1, batch))
-    ):
+    other_batch = len(given) == 3 and given[0] not in (1, batch)
+    if len(given) > 3 or given[-1] not in (dims, dims // 2) or other_batch:
         raise ValueError(
             f"{op}: cos and sin must have shape [rows, {dims}] or [rows, {dims // 2}], or [B, rows, ...] with "
             f"B = {batch}, got {tuple(given)}"

@@ -57,6 +57,9 @@ MASKS: dict[str, Scores] = {
     "either": lambda s, m: s.masked_fill(_bool(s.shape[-1]).triu(1) | (m[:, None, None] == 0), -1e9),
     "product": lambda s, m: s + (1 - torch.tril(_ones(s.shape[-1])) * m[:, None, None].float()) * -1e4,
     "scaled with the scores": lambda s, m: (4 * s + m[:, None, None].float().cumsum(-1)) * 0.25,
+    "turned and scaled": lambda s, m: (
+        (4 * s + m[:, None, :, None].float().cumsum(-2).transpose(-1, -2)) * 0.25
+    ),
     "scaled and hidden": lambda s, m: ((s + m[:, None, None].float().cumsum(-1)) / 3).masked_fill(
         m[:, None, None] == 0, -1e9
     ),
@@ -122,6 +125,7 @@ def _hold(forms: Mapping[str, Scores], mask: bool, weights: bool = False) -> Non
     ]
     assert not wrong
     fast: Any = opsmith.optimize(_All(forms, weights).eval(), _inputs(6), config=Config(tune=False))
+    assert fast.opsmith.report.found == {"attention": len(forms)}  # none is rolled back
     for length in (6, 9, *[7] * weights):
         given = _inputs(length)
         given[-1][0] *= length != 7

@@ -92,13 +92,14 @@ def _sum(poly: Poly, canon: Canon, root: Node, shifted: bool = False) -> Operand
         term, part = max(computed, key=lambda c: len(c[0].terms), default=(poly, None))
         if part is None:
             mono, coef = next(iter(left.items()))
-            fills = mono.atom is not None and mono.atom.name in _FILLS
-            if mono.atom is None or (coef != 1 and not (fills or shifted)):
+            if mono.atom is None or (coef != 1 and not shifted and mono.atom.name not in _FILLS):
                 return None
-            term = canon.space.from_atom(mono.atom) * coef
-            part = _made(mono.atom, canon, root, coef)
-            if part is None and coef != 1 and (one := materialize(term / coef, canon, root)) is not None:
-                part = Made(torch.ops.aten.mul.Tensor, (one, coef), shape_of_operand(one))
+            alone = canon.space.from_atom(mono.atom)
+            term = alone * coef
+            if mono.atom.name in _FILLS:
+                part = _made(mono.atom, canon, root, coef)
+            elif (part := materialize(alone, canon, root)) is not None and coef != 1:
+                part = Made(torch.ops.aten.mul.Tensor, (part, coef), shape_of_operand(part))
         if part is None:
             return None
         left = {m: c for m, c in left.items() if m not in dict(term.terms)}

@@ -235,6 +235,44 @@ def _attn_clipped(q: Any, k: Any, v: Any) -> Any:
     return torch.softmax(q @ k.transpose(-1, -2) * 0.3, -1) @ v
 
 
+def _attn_folded(q: Any, k: Any, v: Any, m: Any) -> Any:
+    """fairseq's: heads are one axis with the batch, but where the mask is filled in (and so in the first BART)."""
+    n, b, d = q.shape
+    q, k, v = (t.view(-1, b * 3, d // 3).transpose(0, 1) for t in (q * 0.5, k, v))
+    scores = torch.bmm(q, k.transpose(1, 2)).view(b, 3, n, n).masked_fill(~m, float("-inf"))
+    weights = F.softmax(scores.view(b * 3, n, n), dim=-1, dtype=torch.float32)
+    return torch.bmm(weights.type_as(q), v).transpose(0, 1).reshape(n, b, d)
+
+
+def _attn_megatron(q: Any, k: Any, v: Any, m: Any) -> Any:
+    """Tokens first, heads and batch as one axis of a product that is added to nothing, and filled in place."""
+    n, b, h, d = q.shape
+    q, k, v = (t.reshape(n, b * h, d) for t in (q, k, v))
+    empty = torch.empty(b * h, n, n, dtype=q.dtype)
+    scores = torch.baddbmm(empty, q.transpose(0, 1), k.transpose(0, 1).transpose(1, 2), beta=0.0, alpha=0.25)
+    weights = scores.view(b, h, n, n).masked_fill_(~m, -10000.0).softmax(-1).view(b * h, n, n)
+    return torch.bmm(weights, v.transpose(0, 1)).view(b, h, n, d).permute(2, 0, 1, 3)
+
+
+def _attn_relative(q: Any, k: Any, v: Any, more: Any) -> Any:
+    """Scores of positions are added before both are scaled (Transformer-XL, Conformer)."""
+    return ((q @ k.transpose(-1, -2) + more) / math.sqrt(8)).softmax(-1) @ v
+
+
+def _attn_shared(q: Any, k: Any, v: Any) -> Any:
+    """One head of keys and values for all queries, as PaLM's einsum has it."""
+    scores = torch.einsum("bhid,bjd->bhij", q * 8**-0.5, k)
+    return torch.einsum("bhij,bjd->bhid", scores.softmax(-1), v)
+
+
+def _attn_einsum_normed(q: Any, k: Any, v: Any, slopes: Any) -> Any:
+    """Of queries and keys of length one, with biases that grow with the distance (x-transformers)."""
+    far = -(torch.arange(6)[None, None] - torch.arange(6)[None, :, None]).abs()
+    scores = torch.einsum("bhid,bhjd->bhij", F.normalize(q, dim=-1), F.normalize(k, dim=-1)) * 10
+    weights = (scores + far * slopes[:, None, None]).softmax(-1)
+    return torch.einsum("bhij,bhjd->bhid", weights, v)
+
+
 SPELLINGS: list[tuple[str, str, Callable[..., Any], tuple[Any, ...]]] = [
     ("layer_norm", "definition", _ln_definition, (_X, _W, _W)),
     ("layer_norm", "rsqrt", _ln_rsqrt, (_X, _W, _W)),
@@ -337,6 +375,11 @@ SPELLINGS: list[tuple[str, str, Callable[..., Any], tuple[Any, ...]]] = [
     ("attention", "no heads", _attn_no_heads, ((2, 6, 8),) * 3),
     ("attention", "module", _attn_module, ((6, 2, N), (6, 2, N), (6, 2, N), (1, 6, 6))),
     ("attention", "clipped", _attn_clipped, (_Q, _Q, _Q)),
+    ("attention", "folded", _attn_folded, ((6, 2, N), (6, 2, N), (6, 2, N), "mask")),
+    ("attention", "Megatron", _attn_megatron, (*((6, 2, 3, 8),) * 3, "mask")),
+    ("attention", "relative", _attn_relative, (_Q, _Q, _Q, (2, 3, 6, 6))),
+    ("attention", "shared by einsum", _attn_shared, (_Q, (2, 6, 8), (2, 6, 8))),
+    ("attention", "einsum, normed", _attn_einsum_normed, (_Q, _Q, _Q, (3,))),
     ("attention", "slopes", _attn_slopes, (_Q, _Q, _Q, (3,), (2, 1, 6, 6))),
     ("attention", "one head", _attn_cached, ((2, 6, 3, 8), (2, 1, 6, 8), (2, 1, 6, 8))),
     ("attention", "repeated heads", _attn_repeat, ((2, 6, 6, 8), (2, 2, 6, 8), (2, 2, 6, 8))),

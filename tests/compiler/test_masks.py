@@ -143,3 +143,16 @@ def test_other_masks_stay_masks() -> None:
 
 def test_weights_that_are_zeros_where_a_mask_hides() -> None:
     _hold(ZEROS, mask=True, weights=True)
+
+
+def test_rows_that_two_fills_hide_teach_nothing() -> None:
+    """Before the first token of a sequence that is padded at its left: all numbers of such a row are one number."""
+    model = _All({"two fills": MASKS["two fills"]})
+    q, k, v, m = _inputs(6)
+    fast: Any = opsmith.optimize(_All(model.forms), (q, k, v, m.flip(1)), config=Config(tune=False))
+    found = []
+    for attend in (model, fast):
+        given = [t.clone().requires_grad_() for t in (q, k, v)]
+        attend(*given, m.flip(1))[0].square().sum().backward()
+        found.append([t.grad for t in given])
+    torch.testing.assert_close(found[1], found[0])

@@ -90,6 +90,20 @@ def _unbound(x: Any, angles: Any) -> Any:
     return torch.stack((even * cos - odd * sin, odd * cos + even * sin), -1).flatten(-2)
 
 
+def _rearranged(x: Any, angles: Any) -> Any:
+    """Halves by a view, as einops has them (PaLM-pytorch, the first Qwen)."""
+    cos, sin = (t[:, None] for t in _angles(torch.cat((angles, angles), -1)))
+    first, second = x.unflatten(-1, (2, -1)).unbind(-2)
+    return x * cos + torch.cat((-second, first), -1) * sin
+
+
+def _copied(x: Any, angles: Any) -> Any:
+    """Each angle twice, by an axis of copies (rotary-embedding-torch)."""
+    cos, sin = _angles(angles[..., None].expand(*angles.shape, 2).reshape(*angles.shape[:-1], -1)[:, None])
+    first, second = x.unflatten(-1, (-1, 2)).unbind(-1)
+    return x * cos + torch.stack((-second, first), -1).flatten(-2) * sin
+
+
 def _partial(x: Any, angles: Any) -> Any:
     return torch.cat((_hugging_face(x[..., :4], angles[..., :2]), x[..., 4:]), -1)
 
@@ -132,6 +146,8 @@ SPELLINGS: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = [
     (_complex, (_X, _ANGLES), {"interleaved": True}),
     (_given_complex, (_X, (2, 7, 4, 2)), {"interleaved": True}),
     (_unbound, (_X, _ANGLES), {"interleaved": True}),
+    (_rearranged, (_X, _ANGLES), {}),
+    (_copied, (_X, _ANGLES), {"interleaved": True}),
     (_partial, (_X, _ANGLES), {"rotary_dim": 4}),
     (_deinterleaved, (_X, _ANGLES), {}),
     (_given, (_X, _TABLE, _TABLE), {}),

@@ -122,18 +122,20 @@ def lower(p: Poly, shape: Shape) -> Poly:
     return join("cat" if blocks else "zip", parts, sizes, shape)
 
 
-def components(p: Poly, shape: Shape) -> list[Poly] | None:
-    """The slices of a short last axis that views gave a value, as in `x.view(..., n, 2)`; None where it has none."""
-    atom = p.atom
-    if atom is None or atom.name != "reshape" or atom.shape != shape:
+def components(p: Poly, shape: Shape, axis: int) -> list[Poly] | None:
+    """The slices of the axis that a view gave a value, as in `x.view(..., n, 2)` or `x.view(..., 2, n)`, else None.
+
+    The last but one has blocks of the value, the last one elements in turns.
+    """
+    atom, rank = p.atom, len(shape)
+    if atom is None or atom.name != "reshape" or atom.shape != shape or not rank - 2 <= axis < rank > 1:
         return None
-    inner = atom.args[0]
-    if len(inner.shape) != len(shape) - 1 or inner.shape[:-1] != shape[:-2]:
+    inner, count, other = atom.args[0], shape[axis], shape[2 * rank - 3 - axis]
+    size = inner.shape[-1] if inner.shape else None
+    if not isinstance(size, int) or inner.shape != (*shape[:-2], count * other):
         return None
-    size, turns = inner.shape[-1], shape[-1]
-    if not isinstance(size, int) or not isinstance(turns, int) or size != turns * shape[-2]:
-        return None
-    return [take(inner, ("turn", i, turns), size) for i in range(turns)]
+    whole = [("turn", i, count) if axis == rank - 1 else ("block", i * other, other) for i in range(count)]
+    return [take(inner, piece, size) for piece in whole]
 
 
 def parts(p: Poly) -> tuple[Poly, Poly]:

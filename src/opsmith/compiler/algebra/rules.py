@@ -106,6 +106,7 @@ _POINTWISE: dict[str, Pointwise] = {  # names, and their rule
     "mul": lambda s, x, y: p if (p := x * y).terms or not x.terms else s.fn("mul", x, s.of(y)),
     "addcmul": lambda s, x, a, b, value: x + a * b * value,
     "ones_like": lambda s, x, *_: s.const(1),
+    "zeros zeros_like new_zeros": lambda s, *_: s.zero,
     "neg": lambda s, x: -x,
     "square": lambda s, x: x * x,
     "sqrt": lambda s, x: x**0.5,
@@ -188,11 +189,6 @@ def _same(c: Canon, node: Node, self: Any, **_: Any) -> Poly:
     if "cast" in c.keeps and torch.promote_types(source.dtype, dtype) != dtype:
         return c.space.fn("rounded", c(self), shape=shape_of(node), attrs=(str(dtype),))
     return c(self)
-
-
-@rule("zeros", "zeros_like", "new_zeros")
-def _zeros(c: Canon, node: Node, **_: Any) -> Poly:
-    return c.space.zero
 
 
 @rule("full", "scalar_tensor")
@@ -364,6 +360,10 @@ def _softmax(c: Canon, node: Node, self: Any, dim: Any, **_: Any) -> Poly:
 
 
 def softmax(s: Space, x: Poly, size: Dim) -> Poly:
+    atom = x.atom
+    if atom is not None and atom.name == "reshape" and atom.shape[-1:] == atom.args[0].shape[-1:]:
+        inner = atom.args[0]  # the rows of a softmax may be viewed in any way
+        return views.reshape(softmax(s, inner, size), inner.shape, atom.shape)
     return s.exp(x) / s.reduce("sum", s.exp(x), size)
 
 
@@ -487,10 +487,13 @@ def _einsum(c: Canon, node: Node, equation: str, tensors: Any, path: Any) -> Pol
     rows = [i for i in left if i not in right and i in output]
     cols = [i for i in right if i not in left and i in output]
     order = batch + rows + cols
-    if not len(inner) == len(cols) == 1 or not rows or (len(rows) > 1 and batch) or len(output) != len(order):
+    if not len(inner) == len(cols) == 1 or not rows or len(output) != len(order):
         raise Unreadable
     a = views.permute_rows(c(tensors[0]), tuple(left.index(i) for i in batch + rows + inner))
     b = views.permute(c(tensors[1]), tuple(right.index(i) for i in batch + inner + cols))
+    if batch and len(rows) > 1:  # batches that share their matrices: one head of keys for all of the queries
+        *outer, deep, wide = (shape_of(tensors[1])[right.index(i)] for i in batch + inner + cols)
+        b = views.reshape(b, (*outer, deep, wide), (*outer, *(1,) * (len(rows) - 1), deep, wide))
     sizes = dict(zip(output, shape_of(node), strict=True))
     made = c.space.matmul(a, b, tuple(sizes[i] for i in order))
     return views.permute(made, tuple(order.index(i) for i in output))
@@ -571,7 +574,17 @@ def _index_select(c: Canon, node: Node, self: Any, dim: int, index: Any) -> Poly
 
 @rule("view", "reshape", "_unsafe_view", "unsqueeze", "squeeze", "flatten", "unflatten")
 def _reshape(c: Canon, node: Node, self: Any, **_: Any) -> Poly:
-    return views.reshape(c(self), shape_of(self), shape_of(node))
+    x, before, after = c(self), shape_of(self), shape_of(node)
+    if len(before) > 1 and after[-1:] == (before[-2] * before[-1],) != before[-1:]:
+        *rows, count, size = before
+        # An axis of copies and the last one, or the last one and copies of each element, become one.
+        source = x.atom.args[0] if x.atom is not None and x.atom.name == "expand" else x
+        for axis, kind, n, each in ((-1, "zip", size, count), (-2, "cat", count, size)):
+            if isinstance(n, int) and len(source.shape) == len(before) and source.shape[axis] == 1:
+                part = views.reshape(source, source.shape, (*rows, each))
+                x, before = pieces.join(kind, [part] * n, (each,) * n, (*rows, n * each)), (*rows, n * each)
+                break
+    return views.reshape(x, before, after)
 
 
 @rule("transpose", "t", "numpy_T", "mT", "adjoint")
@@ -687,11 +700,11 @@ def _component(c: Canon, node: Node, self: Any, dim: int, index: int, **_: Any) 
     shape = shape_of(self)
     if not isinstance(index, int):
         raise Unreadable
-    found = pieces.components(c(self), shape) if _is_last(self, dim) else None
+    at = (dim % len(shape), index)
+    found = pieces.components(c(self), shape, at[0])
     if found is not None:
         return found[index]
     # One that no law takes apart; twice the same is one term all the same.
-    at = (dim % len(shape), index)
     return c.space.fn("select", c(self), shape=(*shape[: at[0]], *shape[at[0] + 1 :]), attrs=at)
 
 

@@ -7,6 +7,7 @@ the same normal form.
 
 from __future__ import annotations
 
+import math
 from functools import partial
 
 from opsmith.compiler.algebra.pieces import join
@@ -49,11 +50,13 @@ def _atom(s: Space, atom: Atom, old: Shape, new: Shape) -> Poly:
             left = reshape(a, a.shape, (*new[:-2], *a.shape[-2:]))
             right = reshape(b, b.shape, (*new[:-2], *b.shape[-2:]))
             return s.matmul(left, right, new)
-    swap = (*range(len(old) - 2), len(old) - 1, len(old) - 2)
-    if atom.name == "permute" and atom.attrs == swap and atom.shape == old and old[-2:] == new[-2:]:
-        inner = atom.args[0]
-        unfolded = reshape(inner, inner.shape, (*new[:-2], new[-1], new[-2]))
-        return transpose(unfolded, len(new))
+    if atom.name == "permute" and atom.shape == old:
+        # What becomes of each axis, in the order that the axes had before.
+        runs = sorted(_runs(old, new), key=lambda run: atom.attrs[run[0].start])
+        axes = tuple(i for _, after in runs for i in after)
+        if [atom.attrs[i] for before, _ in runs for i in before] == list(range(len(old))):
+            inner = atom.args[0]
+            return permute(reshape(inner, inner.shape, tuple(new[i] for i in axes)), inverse(axes))
     if atom.name == "gather" and atom.shape == old and same_last:
         table, ids = atom.args
         return s.fn("gather", table, reshape(ids, ids.shape, new[:-1]), shape=new, attrs=atom.attrs)
@@ -84,6 +87,20 @@ def _atom(s: Space, atom: Atom, old: Shape, new: Shape) -> Poly:
     raise _Outside
 
 
+def _runs(old: Shape, new: Shape) -> list[tuple[range, range]]:
+    """The axes of a view beside those they come from: one that becomes several, or several that become one."""
+    runs, i, j = [], 0, 0
+    while i < len(old):
+        ends = [(i + 1, n) for n in range(j + 1, len(new) + 1)]
+        ends += [(n, j + 1) for n in range(i + 2, len(old) + 1)]
+        end = next((e for e in ends if math.prod(old[i : e[0]]) == math.prod(new[j : e[1]])), None)
+        if end is None:
+            raise _Outside
+        runs.append((range(i, end[0]), range(j, end[1])))
+        i, j = end
+    return runs
+
+
 def permute(p: Poly, perm: tuple[int, ...]) -> Poly:
     """`p` with its axes in another order."""
     if perm == tuple(range(len(perm))) or p.constant is not None:
@@ -100,7 +117,8 @@ def permute(p: Poly, perm: tuple[int, ...]) -> Poly:
 
 def permute_rows(p: Poly, perm: tuple[int, ...]) -> Poly:
     """The same, moved into a softmax over the last axis where that stays the last: exponentials, and sums over it."""
-    if perm[-1] != len(perm) - 1 or len(p.terms) != 1 or p.terms[0][0].expo is None:
+    same = perm == tuple(range(len(perm)))
+    if same or perm[-1] != len(perm) - 1 or len(p.terms) != 1 or p.terms[0][0].expo is None:
         return permute(p, perm)
     try:
         return _rows(p, perm)

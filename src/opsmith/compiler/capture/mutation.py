@@ -110,14 +110,15 @@ def filled(
 
 
 def localize(graph: fx.Graph) -> None:
-    """Write every change in place of memory that has one name only as a call that returns a new value."""
+    """Write every change in place of memory that has one name only from then on as a call that returns a new value."""
     memory = {n: _memory(n) for n in graph.nodes}
     for number, node in enumerate(list(memory)):
         target, call = _as_value(node)
         if call is None or target.op != "call_function":
             continue
         shared = [n for n, m in memory.items() if m is not None and m == memory[target]]
-        if any(n < node and n is not target for n in shared):
+        before = (n for n in shared if n < node and n is not target)
+        if any(n.op != "call_function" or any(u > node for u in n.users) for n in before):
             continue
         with graph.inserting_before(node):
             value = graph.call_function(*call)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -61,7 +62,7 @@ def evaluate(
 def materialize(poly: Poly, canon: Canon, root: Node, shifted: bool = False) -> Operand | None:
     """The node that computes a term, or the call that would; None where that would take arithmetic.
 
-    `shifted`: it is a mask, beside which a constant may stand, and whose negative serves too.
+    `shifted`: it is a mask, beside which a constant may stand, and a number times which serves too.
     """
     if shifted and (total := _sum(poly, canon, root, shifted)) is not None:
         return total
@@ -89,23 +90,24 @@ def _sum(poly: Poly, canon: Canon, root: Node, shifted: bool = False) -> Operand
     left = {m: c for m, c in poly.terms if not (shifted and m is canon.space.one)}
     while left:
         computed = _summands(left, poly.shape, canon, root, shifted)
-        term, part = max(computed, key=lambda c: len(c[0].terms), default=(poly, None))
+        best = max(computed, key=lambda c: (len(c[0].terms), isinstance(c[1], Node)), default=(poly, None))
+        term, part = best
         if part is None:
             mono, coef = next(iter(left.items()))
-            if mono.atom is None or (coef != 1 and not shifted and mono.atom.name not in _FILLS):
+            if mono.atom is None or (coef != 1 and mono.atom.name not in _FILLS):
                 return None
-            alone = canon.space.from_atom(mono.atom)
-            term = alone * coef
-            if mono.atom.name in _FILLS:
-                part = _made(mono.atom, canon, root, coef)
-            elif (part := materialize(alone, canon, root)) is not None and coef != 1:
-                part = Made(torch.ops.aten.mul.Tensor, (part, coef), shape_of_operand(part))
+            term = canon.space.from_atom(mono.atom) * coef
+            part = _made(mono.atom, canon, root, coef)
         if part is None:
             return None
         left = {m: c for m, c in left.items() if m not in dict(term.terms)}
         if total is not None and isinstance(part, Made) and part.target is _FILLED:
             keep, _, fill = part.args  # what is filled in hides the others, from gradients too
-            part = Made(torch.ops.aten.where.ScalarOther, (keep, total, fill), poly.shape)
+            if isinstance(total, Made) and total.target is _FILLED and total.args[2] == fill:
+                both = Made(torch.ops.aten.logical_and.default, (total.args[0], keep), poly.shape)
+                part = Made(_FILLED, (both, 0.0, fill), poly.shape)
+            else:
+                part = Made(torch.ops.aten.where.ScalarOther, (keep, total, fill), poly.shape)
         elif total is not None:
             part = Made(torch.ops.aten.add.Tensor, (total, part), poly.shape)
         total = part
@@ -125,10 +127,13 @@ def _summands(
             term = views.reshape(term, shape_of(node), apart)
             operand = Made(torch.ops.aten.unflatten.int, (node, 0, [-1, shape[1]]), apart)
         own = [(m, c) for m, c in term.terms if not (shifted and m is canon.space.one)]
-        for sign in (1, -1) if shifted else (1,):
-            if own and all(math.isclose(left.get(m, 0.0), sign * c, rel_tol=1e-6) for m, c in own):
-                minus = Made(torch.ops.aten.neg.default, (operand,), term.shape)
-                yield term * sign, operand if sign == 1 else minus
+        times = left.get(own[0][0], 0.0) / own[0][1] if own else 0.0
+        if not all(math.isclose(left.get(m, 0.0), times * c, rel_tol=1e-6) for m, c in own):
+            continue
+        if math.isclose(times, 1, rel_tol=1e-6):
+            yield term, operand
+        elif times and shifted and not all(m.atom is not None and m.atom.name in _FILLS for m, _ in own):
+            yield term * times, Made(torch.ops.aten.mul.Scalar, (operand, times), term.shape)
 
 
 def _made(atom: Atom, canon: Canon, root: Node, times: float = 1.0) -> Operand | None:
@@ -138,10 +143,12 @@ def _made(atom: Atom, canon: Canon, root: Node, times: float = 1.0) -> Operand |
         return None
     if atom.name == "permute":
         return Made(torch.ops.aten.permute.default, (inner, list(atom.attrs)), atom.shape)
-    if atom.name == "reshape":  # one axis more, whose size is 1
-        for i, size in enumerate(atom.shape):
-            if size == 1 and (*atom.shape[:i], *atom.shape[i + 1 :]) == shape_of_operand(inner):
-                return Made(torch.ops.aten.unsqueeze.default, (inner, i), atom.shape)
+    if atom.name == "reshape":  # an axis as two of them
+        for i, pair in enumerate(pairwise(atom.shape)):
+            sizes = [n if isinstance(n, int) else -1 for n in pair]
+            whole = (*atom.shape[:i], pair[0] * pair[1], *atom.shape[i + 2 :])
+            if whole == shape_of_operand(inner) and sizes != [-1, -1]:
+                return Made(torch.ops.aten.unflatten.int, (inner, i, sizes), atom.shape)
     if atom.name == "not":
         return Made(torch.ops.aten.logical_not.default, (inner,), atom.shape)
     if atom.name in _FILLS:

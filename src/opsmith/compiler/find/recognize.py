@@ -44,7 +44,8 @@ from opsmith.operator import Operator, Pattern
 MIN_COMPOSITE = 3  # a near miss is something written out by hand, not a lone tanh
 LEFT_OPERAND = dict.fromkeys(("aten::linear", "aten::matmul", "aten::mm", "aten::bmm"), 0)
 LEFT_OPERAND |= {"aten::addmm": 1, "aten::baddbmm": 1, "aten::cross_entropy_loss": 0}
-SCORES = ("aten::matmul", "aten::scaled_dot_product_attention")
+PRODUCTS = ("aten::matmul", "aten::bmm")
+SCORES = (*PRODUCTS, "aten::einsum", "aten::scaled_dot_product_attention")
 
 
 @dataclass(frozen=True)
@@ -184,7 +185,8 @@ class _Finder:
         taken = [n.all_input_nodes[LEFT_OPERAND[op_name(n)] :][:1] for n in products]
         for scores in (n for n in region if op_name(n) in SCORES and len(n.all_input_nodes) > 1):
             query, key = scores.all_input_nodes[:2]
-            taken.append([query, key if scores is root else [*key.all_input_nodes, key][0]])
+            turned = scores is not root and op_name(scores) in PRODUCTS
+            taken.append([query, [*key.all_input_nodes, key][0] if turned else key])
         for operands in taken:
             for template in self.templates:
                 names = template.term.names
@@ -197,8 +199,11 @@ class _Finder:
         if "join" in template.term.names:
             term = lower(term, shape_of(root))
         after: After = ()  # an einsum writes its axes in any order
-        if op_name(root) == "aten::einsum" and (atom := term.atom) is not None and atom.name == "permute":
+        if (atom := term.atom) is not None and op_name(root) == "aten::einsum" and atom.name == "permute":
             term, after = atom.args[0], ((torch.ops.aten.permute.default, (atom.attrs,)),)
+        elif atom is not None and atom.name == "reshape" and op_name(root) in PRODUCTS:
+            # Heads that are one axis with the batch outside.
+            term, after = atom.args[0], ((torch.ops.aten.flatten.using_ints, (0, -3)),)
         # A matmul whose operand lacks its transpose is read all the same, so that it can be reported.
         if not template.term.names - {"permute"} <= term.names:
             return None

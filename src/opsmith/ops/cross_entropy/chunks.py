@@ -160,12 +160,8 @@ def _onednn_multiplies(hidden: Tensor, classes: int) -> bool:
 
     A few rows, and sums over a few classes, PyTorch computes in shorter chains of additions, more exactly.
     """
-    if (
-        hidden.dtype != torch.float32
-        or not hidden.is_cpu
-        or torch.float32 not in ONEDNN_DTYPES
-        or mkl_leads()
-    ):
+    onednn = torch.float32 in ONEDNN_DTYPES and not mkl_leads()
+    if hidden.dtype != torch.float32 or not hidden.is_cpu or not onednn:
         return False
     return hidden.shape[0] >= _ONEDNN_ROWS and hidden.shape[1] > 0 and classes > _ONEDNN_CHAIN
 

@@ -443,7 +443,7 @@ def _vllm() -> str:
 
 @region
 def _soak() -> str:
-    stems = ("soak-2026-11-28-serve", "soak-2026-11-28-train")
+    stems = ("soak-2026-11-29-serve", "soak-2026-11-29-train")
     found = [read(stem) for stem in stems]
     rows = [
         ("minutes", *(f"{one['minutes']:.0f}" for one in found)),

@@ -289,6 +289,23 @@ def test_a_result_may_have_no_part_of_what_autograd_differentiates(tmp_path: Pat
         torch.testing.assert_close(got, right)
 
 
+@pytest.mark.parametrize(("op", "name"), [("SineOfBoth", "sine_of_both"), ("SineOfTwo", "cost")])
+def test_a_definition_may_have_any_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, op: str, name: str
+) -> None:
+    """The operator's own most of all."""
+    (tmp_path / f"has_{name}.py").write_text(f"def {name}(x, bias):\n    return (x + bias).sin()\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    p = prototype(op, {"x": "... N", "bias": "N"}, "x")
+    del p["formula"]
+    file = tmp_path / "p.json"
+    file.write_text(json.dumps(p))
+    folder, _, _ = create(file, tmp_path / f"made_{name}", backends=("cpu",), reference=f"has_{name}:{name}")
+    card: Operator = project.load(folder).CARD
+    x = torch.ones(2, 3)
+    assert torch.equal(card.reference(x, x[0]), (x + x).sin())
+
+
 @runs
 def test_without_a_formula_the_kernels_are_the_authors_to_write(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -321,7 +321,7 @@ class Project:
     @cached_property
     def reference_lines(self) -> list[str]:
         if self.prototype.formula is None:
-            return [f"return {str(self.reference).partition(':')[2]}({self.arguments})"]
+            return [f"return _definition({self.arguments})"]
         return lower_torch.reference_lines(self.formula, self.like)
 
     @cached_property

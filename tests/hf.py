@@ -57,6 +57,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "t5": {"num_layers": 2, "d_kv": 8, "d_ff": 64, "decoder_start_token_id": 0},
     "bart": {f"{side}_{name}": n for side in ("encoder", "decoder") for name, n in STACK.items()},
     "gpt_oss": EXPERTS | WINDOW,
+    "deberta-v2": {"relative_attention": True, "position_buckets": 4, "pos_att_type": ["p2c", "c2p"]},
+    "falcon": {},
 }
 # The model itself, and with what it was trained for.
 TASKS = ["", "_FOR_SEQ_TO_SEQ_CAUSAL_LM", "_FOR_MASKED_LM", "_FOR_CAUSAL_LM"]

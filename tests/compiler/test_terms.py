@@ -11,7 +11,7 @@ import torch
 from hypothesis import assume, given, settings, strategies as st
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from opsmith.compiler.algebra import rules as _rules  # noqa: F401  registers them
+from opsmith.compiler.algebra import views  # registers them
 from opsmith.compiler.algebra.canon import Canon
 from opsmith.compiler.algebra.terms import MAX_MONOMIALS, Poly, Space, TooLarge, broadcast, is_row_constant
 
@@ -148,6 +148,15 @@ def test_terms_know_their_shape_and_constants() -> None:
     assert is_row_constant(())
     assert is_row_constant((4, 1))
     assert not is_row_constant((1, 4))
+
+
+@pytest.mark.parametrize(
+    "new", [(7, 15), (1, 7, 3, 5), (7, 3, 1, 5), (7, 3, 5, 1), (7, 15, 1), (21, 5), (7, 3, 5, 1, 1)]
+)
+def test_a_view_of_a_permutation_has_its_shape(new: tuple[int, ...]) -> None:
+    s = Space()
+    turned = views.permute(s.leaf(object(), (3, 5, 7)), (2, 0, 1))
+    assert views.reshape(turned, turned.shape, new).shape == new
 
 
 def test_a_term_that_grows_beyond_an_operator_is_an_error_and_then_a_leaf() -> None:

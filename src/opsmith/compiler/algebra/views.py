@@ -53,10 +53,10 @@ def _atom(s: Space, atom: Atom, old: Shape, new: Shape) -> Poly:
     if atom.name == "permute" and atom.shape == old:
         # What becomes of each axis, in the order that the axes had before.
         runs = sorted(_runs(old, new), key=lambda run: atom.attrs[run[0].start])
-        axes = tuple(i for _, after in runs for i in after)
-        if [atom.attrs[i] for before, _ in runs for i in before] == list(range(len(old))):
+        moved, axes = ([i for run in runs for i in run[of]] for of in (0, 1))
+        if [atom.attrs[i] for i in moved] == list(range(len(old))) and len(axes) == len(new):
             inner = atom.args[0]
-            return permute(reshape(inner, inner.shape, tuple(new[i] for i in axes)), inverse(axes))
+            return permute(reshape(inner, inner.shape, tuple(new[i] for i in axes)), inverse(tuple(axes)))
     if atom.name == "gather" and atom.shape == old and same_last:
         table, ids = atom.args
         return s.fn("gather", table, reshape(ids, ids.shape, new[:-1]), shape=new, attrs=atom.attrs)

@@ -11,7 +11,10 @@ import torch
 from hypothesis import assume, given, settings, strategies as st
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from opsmith.compiler.algebra import views  # registers them
+from opsmith.compiler.algebra import (
+    rules as _rules,  # noqa: F401  registers them
+    views,
+)
 from opsmith.compiler.algebra.canon import Canon
 from opsmith.compiler.algebra.terms import MAX_MONOMIALS, Poly, Space, TooLarge, broadcast, is_row_constant
 

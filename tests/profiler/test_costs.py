@@ -95,6 +95,14 @@ def test_what_is_broadcast_is_read_once() -> None:
     assert cost.min_bytes == 4 * 32 + 32 + 4 * 32
 
 
+def test_masks_joined_by_a_sign_cost_what_the_operator_does() -> None:
+    masks = [dense((4, 8), torch.bool)] * 2
+    for sign in ("__and__", "__or__", "__xor__", "__iand__", "__ior__", "bitwise_or"):
+        cost = cost_of(f"aten::{sign}", masks)
+        assert cost is not None, sign
+        assert (cost.flops, cost.min_bytes) == (32, 3 * 32)
+
+
 def test_copies_move_what_they_read_and_write() -> None:
     source = dense((4, 8), F32)
     assert cost_of("aten::_to_copy", [source, 15]).min_bytes == 4 * 32 + 2 * 32  # type: ignore[union-attr]

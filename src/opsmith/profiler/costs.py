@@ -270,9 +270,9 @@ _TABLE: dict[str, dict[str, Formula | None]] = {
     },
     data.OTHER: {
         "add sub rsub mul div pow rsqrt sqrt square abs neg exp exp2 expm1 log log2 log1p sin cos erf where "
-        "masked_fill bitwise_and bitwise_or bitwise_not bitwise_xor clamp clamp_min clamp_max native_dropout "
-        "reciprocal sign floor ceil round trunc remainder floor_divide maximum minimum addcmul addcdiv lerp "
-        "native_dropout_backward complex polar fill_diagonal": _elementwise,
+        "masked_fill bitwise_and bitwise_or bitwise_not bitwise_xor __and__ __or__ __xor__ __iand__ __ior__ clamp "
+        "clamp_min clamp_max native_dropout reciprocal sign floor ceil round trunc remainder floor_divide maximum "
+        "minimum addcmul addcdiv lerp native_dropout_backward complex polar fill_diagonal": _elementwise,
         "eq ne lt le gt ge logical_and logical_or logical_not isnan isinf isfinite": _comparison,
         "sum mean prod max min amax amin any all var std var_mean std_mean norm cumsum logsumexp linalg_vector_norm "
         "histc bincount diff count_nonzero isin equal": _reduction,
@@ -280,8 +280,7 @@ _TABLE: dict[str, dict[str, Formula | None]] = {
         "_foreach_sub _foreach_neg _foreach_zero _foreach_norm _foreach_pow _foreach_copy": _foreach,
         "logical_xor dropout alpha_dropout feature_dropout cumprod fmod true_divide _fused_adamw _fused_adam "
         "_fused_sgd _amp_foreach_non_finite_check_and_unscale atan2 view_as_complex imag einsum outer "
-        "bitwise_left_shift bitwise_right_shift __and__ __or__ __lshift__ __rshift__ __xor__ __ior__ __iand__ "
-        "norm_except_dim _weight_norm trace cdist": None,
+        "bitwise_left_shift bitwise_right_shift __lshift__ __rshift__ norm_except_dim _weight_norm trace cdist": None,
     },
     # Views and questions: they move no data, and what they take is the framework's own.
     data.FRAMEWORK: {

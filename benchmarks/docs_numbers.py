@@ -181,8 +181,8 @@ _SHOWN = (
     ("attention", "1x12x2048x64 causal"),
     ("mla_preprocess", "V3, 1 token"),
 )
-_OPERATORS = "operators-bfloat16-2026-11-28-amd-epyc-family-26"
-_GEMMA = "bench-llm-gemma-2026-11-27-amd-epyc-family-26"
+_OPERATORS = "operators-bfloat16-2026-11-29-amd-epyc-family-26"
+_GEMMA = "bench-llm-gemma-2026-11-29-amd-epyc-family-26"
 
 
 @region
@@ -275,7 +275,7 @@ _MADE["llm-gguf"] = lambda: llm("bench-llm-gemma-gguf-2026-11-26-xeon-family-6-m
 
 @region
 def _deepseek() -> str:
-    stem = "deepseek-2026-11-23-amd-epyc-family-25-model-17"
+    stem = "deepseek-2026-11-29-amd-epyc-family-26"
     rows = []
     for run in read(stem)["runs"]:
         prompts, tokens = (
@@ -384,7 +384,7 @@ def _generated() -> str:
 
 @region
 def _training() -> str:
-    stem = "training-2026-11-23-amd-epyc-family-25-model-17"
+    stem = "training-2026-11-29-amd-epyc-family-26"
     found = read(stem)["results"].values()
     shares = [max(g["opsmith"] / g["allowed"] for g in one["gradients"].values()) for one in found]
     rows = [
@@ -401,7 +401,7 @@ def _training() -> str:
 
 @region
 def _fsdp() -> str:
-    stem = "fsdp-2026-11-27-xeon-family-6-model-85"
+    stem = "fsdp-2026-11-29-amd-epyc-family-26"
     found = read(stem)
     exact, rows = found["runs"]["float32"]["losses"]["eager"], []
     for name, one in found["runs"].items():
@@ -460,7 +460,7 @@ def _soak() -> str:
 
 @region
 def _profiler() -> str:
-    stem = "profiler-2026-11-22-amd-epyc-family-25-model-17"
+    stem = "profiler-2026-11-29-amd-epyc-family-26"
 
     def said(one: dict[str, Any]) -> str:
         by = f"±{100 * one['overhead_error']:.1f}" if one["overhead_from"] == "measured" else "estimated"

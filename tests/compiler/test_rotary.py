@@ -243,6 +243,21 @@ def test_what_only_moves_a_rotation_is_no_near_miss() -> None:
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_table_read_by_positions_is_that_of_rotation_and_of_embedding(dynamic: bool) -> None:
+    """The first Llama of Hugging Face, and StableLM: rows by position, and then an axis for the heads."""
+
+    def turned(x: Any, cos: Any, sin: Any) -> Any:
+        positions = torch.arange(x.shape[2])[None].expand(x.shape[0], -1)
+        return _rotated(x, *(t[positions].unsqueeze(1) for t in (cos, sin)))
+
+    table = torch.randn(9, 4)
+    tables = [f(torch.cat((table, table), -1)) for f in (torch.cos, torch.sin)]
+    found, got, want = found_in(turned, [torch.randn(_X), *tables], dynamic)
+    assert "rope" in [s.card.name for s in found.apart]
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+
+
 def _wrong_sign(x: Any, angles: Any) -> Any:
     cos, sin = (t[:, None] for t in _angles(angles))
     first, second = x.chunk(2, -1)

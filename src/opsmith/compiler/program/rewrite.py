@@ -26,6 +26,7 @@ def rewrite(gm: fx.GraphModule, sites: Sequence[tuple[str, Site]]) -> fx.GraphMo
     output = graph.graph_copy(gm.graph, new)
     graph.output(output).meta = dict(gm.graph.find_nodes(op="output")[0].meta)
     made: dict[str, Node] = {}
+    dead: set[Node] = set()
 
     def insert(operand: Made, args: tuple[Any, ...]) -> Node:
         """An operand as a node before the call: one that was made for another site, or a new one."""
@@ -40,8 +41,7 @@ def rewrite(gm: fx.GraphModule, sites: Sequence[tuple[str, Site]]) -> fx.GraphMo
         with graph.inserting_before(at):
             call = {k: evaluate(v, new.__getitem__, insert) for k, v in site.arguments.items()}
             node = graph.call_function(site.card.function, (), call)
-            node.meta["site"] = name
-            node.meta["val"] = [n.meta.get("val") for n in site.outputs]
+            node.meta |= {"site": name, "val": [n.meta.get("val") for n in site.outputs]}
             results = [proxy.node for proxy in site.results(fx.Proxy(node))]
             for result in results:
                 result.meta["val"] = node.meta["val"]
@@ -50,11 +50,11 @@ def rewrite(gm: fx.GraphModule, sites: Sequence[tuple[str, Site]]) -> fx.GraphMo
             if site.columns or site.after:
                 _by_any_stride(result)
             new[old] = result
-        # Dead-code elimination keeps what it takes for impure (attention draws a seed for its dropout).
-        inner = [new[n] for n in site.region if n not in site.outputs and n in new]
-        for dead in sorted({*targets, *inner}, reverse=True):
-            if not dead.users and "site" not in dead.meta:
-                graph.erase_node(dead)
+        dead.update(targets, (new[n] for n in site.region if n not in site.outputs and n in new))
+    # After all calls, which may read what is inside of another. Dead-code elimination keeps what it takes for impure.
+    for node in sorted(dead, reverse=True):
+        if not node.users and "site" not in node.meta:
+            graph.erase_node(node)
     graph.eliminate_dead_code()
     graph.lint()
     return fx.GraphModule(gm, graph)

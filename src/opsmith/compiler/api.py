@@ -149,7 +149,7 @@ def optimize(
         session.dtypes = {layer.weight.dtype for layer in layers}
         session.adjacent.of(model)
         show("capturing the model")
-        breaks = set(counters["graph_break"])
+        breaks = counters["graph_break"].copy()
         for args, kwargs in calls:
             if settings.quantize is not None and settings.verify:
                 session.packing.check(partial(model._call_impl, *args, **kwargs), ranks)
@@ -158,9 +158,7 @@ def optimize(
         if warm is not None:
             session.skipped = list(warm.run(model, session.selector))
         if calls and not session.graphs and not session.unread:
-            why = next(
-                (" ".join(b.split("\n")[:2]) for b in counters["graph_break"] if b not in breaks), None
-            )
+            why = next((" ".join(b.split("\n")[:2]) for b in counters["graph_break"] - breaks), None)
             raise RuntimeError(
                 f"optimize: PyTorch captured no graph of this model, which is as it was: "
                 f"{why or 'TORCH_LOGS=graph_breaks says why'}"

@@ -42,7 +42,7 @@ def in_parts(folder: str) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, distributed_config=spread).eval()
 
 
-def work(folder: str, latent: str, whole: str) -> dict[str, Any]:
+def work(folder: str, latent: str, whole: str, odd: str) -> dict[str, Any]:
     """Load a model in parts, optimize it, generate; then the same in int8, and with a rank that dies.
 
     Before it, one of latent attention and experts, and proofs that fail on the second rank alone.
@@ -56,6 +56,13 @@ def work(folder: str, latent: str, whole: str) -> dict[str, Any]:
         opsmith.optimize(model, budget=5)
     except ValueError as error:
         found["budget"] = str(error)
+    found["asked"] = []
+    for asked in ({"example_inputs": IDS[dist.get_rank() :]}, {"warmup": {"prompt": 4 + dist.get_rank()}}):
+        try:
+            opsmith.optimize(model, **asked)
+        except ValueError as error:
+            found["asked"].append(str(error))
+    found["uneven"] = uneven(odd)
     opsmith.optimize(model, {"input_ids": IDS})
     found["optimized"] = tokens(model)
     with torch.no_grad():
@@ -131,8 +138,17 @@ def late(folder: str) -> dict[str, Any]:
     }
 
 
+def uneven(folder: str) -> str:
+    """Of a model whose ranks hold parts of other sizes, by the plan of the first one, which has none of the others'."""
+    model = opsmith.optimize(in_parts(folder), IDS)
+    plans = [model.opsmith.plan]
+    dist.broadcast_object_list(plans)
+    opsmith.optimize(model, IDS, plan=plans[0])
+    return str(model.opsmith.report)
+
+
 def learned(folder: str, ours: bool) -> dict[str, Any]:
-    """Three steps of a model under fully_shard, and what it says then."""
+    """Three steps of a model under fully_shard, and what it says then. The second rank alone has a batch of one."""
     from torch.distributed.fsdp import fully_shard
     from transformers import AutoModelForCausalLM
 
@@ -144,8 +160,9 @@ def learned(folder: str, ours: bool) -> dict[str, Any]:
     if ours:
         opsmith.optimize(model)
     optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-3), []
-    for _ in range(3):
-        loss = model(IDS + dist.get_rank(), labels=IDS).loss
+    for step in range(3):
+        of = slice(dist.get_rank() * (step == 1), None)
+        loss = model(IDS[of] + dist.get_rank(), labels=IDS[of]).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

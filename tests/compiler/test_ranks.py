@@ -26,12 +26,15 @@ transformers = pytest.importorskip("transformers")
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small Llama on disk, and in folders of it a DeepSeek-V2 and a V3, whose projections stay whole."""
+    """A small Llama on disk, and in folders of it a DeepSeek-V2, a V3, whose projections stay whole, and an odd one."""
     torch.manual_seed(0)
     place = tmp_path_factory.mktemp("sharded")
     llama().save_pretrained(place)
     deepseek("V2").save_pretrained(place / "latent")
     deepseek("V3").save_pretrained(place / "whole")
+    config = llama().config
+    config.intermediate_size += 1
+    transformers.LlamaForCausalLM(config).save_pretrained(place / "odd")
     return place
 
 
@@ -62,7 +65,7 @@ def ranks(*arguments: str, second: dict[str, str]) -> list[dict[str, Any]]:
 def test_a_sharded_model_says_what_it_said_and_its_ranks_choose_alike(folder: Path) -> None:
     alone = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
     latent = transformers.AutoModelForCausalLM.from_pretrained(folder / "latent").eval()
-    folders = folder, folder / "latent", folder / "whole"
+    folders = folder, folder / "latent", folder / "whole", folder / "odd"
     first, second = ranks(*map(str, folders), second={})
     for found, why in ((first, "rank 1: planted"), (second, "planted")):
         attention, pages = found["parted latent"], found["parted pages"]
@@ -85,6 +88,9 @@ def test_a_sharded_model_says_what_it_said_and_its_ranks_choose_alike(folder: Pa
         assert "self_attn: its weights are spread over ranks (and 1 more)" in found["latent report"]
         assert found["optimized"] == found["eager"] == found["restored"] == tokens(alone)
         assert "a sharded model takes no budget" in found["budget"]
+        assert "rank 1 has the setting example_inputs [[1, 6]], rank 0 [[2, 6]]" in found["asked"][0]
+        assert "rank 1 has the setting warmup {'prompt': 5}, rank 0 {'prompt': 4}" in found["asked"][1]
+        assert "left as it was" not in found["uneven"], found["uneven"]
         eager, ours = found["learned"]
         assert ours["losses"] == pytest.approx(eager["losses"], rel=1e-5)
         assert "only training is optimized" in ours["report"]

@@ -17,6 +17,7 @@ from torch._dynamo.utils import counters
 
 import opsmith.ops  # noqa: F401  the cards register themselves
 from opsmith import measure
+from opsmith.compiler.capture.shards import is_gathered
 from opsmith.compiler.choose.ranks import Ranks
 from opsmith.compiler.config import DTYPES, Config
 from opsmith.compiler.copying import OURS, Copier
@@ -119,12 +120,14 @@ def optimize(
         raise ValueError(
             'optimize: calibration is what int4 weights are rounded for; say quantize="int4", or leave it out'
         )
-    ranks = Ranks.of(model)
+    ranks, gathered = Ranks.of(model), is_gathered(model)
     if ranks is not None:
-        settings = _together(ranks, settings, saved, budget)
-    session = Session(settings, saved, read, ranks)
-    if isinstance(getattr(model, "opsmith", None), Session):
-        restore(model)
+        shown = [[] if gathered else [list(t.shape) for t in tensors_of(one)] for one in (calls, read)]
+        asked = dict(zip(("example_inputs", "calibration"), shown, strict=True), warmup=warmup, budget=budget)
+        settings = _together(ranks, settings, saved, asked)
+    # Ranks that gather weights learn from batches of their own: what is new to one of them is not to all.
+    session = Session(settings, saved, read, None if gathered else ranks)
+    restore(model)
     model.opsmith = session  # type: ignore[assignment]
     session.selector.learning = True
     session.selector.deadline = math.inf if budget is None else started + budget
@@ -158,10 +161,10 @@ def optimize(
         if warm is not None:
             session.skipped = list(warm.run(model, session.selector))
         if calls and not session.graphs and not session.unread:
-            why = next((" ".join(b.split("\n")[:2]) for b in counters["graph_break"] - breaks), None)
+            said = (" ".join(b.split("\n")[:2]) for b in counters["graph_break"] - breaks)
             raise RuntimeError(
                 f"optimize: PyTorch captured no graph of this model, which is as it was: "
-                f"{why or 'TORCH_LOGS=graph_breaks says why'}"
+                f"{next(said, 'TORCH_LOGS=graph_breaks says why')}"
             )
     except BaseException as error:
         restore(model)
@@ -203,10 +206,9 @@ def restore(model: nn.Module) -> nn.Module:
     for name in OURS:
         model.__dict__.pop(name, None)
     session.close()
-    if session.before is not None:
-        own = tensors(model)
-        for name, tensor in session.before.items():
-            own[name].data = tensor
+    own = tensors(model)
+    for name, tensor in (session.before or {}).items():
+        own[name].data = tensor
     return model
 
 
@@ -236,9 +238,7 @@ def _settings(
         changes["quantize"] = quantize
     settings = settings.model_copy(update=changes)
     if settings.quantize_formats and settings.quantize is None:
-        raise ValueError(
-            "optimize: quantize_formats names the formats of some layers, quantize that of the others; say both"
-        )
+        raise ValueError("optimize: quantize_formats names the formats of some layers; say quantize too")
     if settings.quantize_embedding and settings.quantize is None:
         raise ValueError(
             "optimize: quantize_embedding goes with quantize, which packs the layers beside it; "
@@ -247,16 +247,13 @@ def _settings(
     return settings
 
 
-def _together(ranks: Ranks, settings: Config, plan: Plan | None, budget: float | None) -> Config:
+def _together(ranks: Ranks, settings: Config, plan: Plan | None, asked: Mapping[str, Any]) -> Config:
     """The settings under which the ranks of a sharded model choose alike: nothing may hang on one rank's clock."""
-    if budget is not None:
-        raise ValueError(
-            "optimize: a sharded model takes no budget, which its ranks would overrun at different steps"
-        )
-    said = {f"the setting {name}": repr(value) for name, value in settings}
-    ranks.check(
-        {**said, "the plan": "none" if plan is None else hashlib.sha256(plan.to_json().encode()).hexdigest()}
-    )
+    said = {f"the setting {name}": repr(value) for name, value in (*settings, *asked.items())}
+    said["the plan"] = "none" if plan is None else hashlib.sha256(plan.to_json().encode()).hexdigest()
+    ranks.check(said)
+    if asked["budget"] is not None:
+        raise ValueError("optimize: a sharded model takes no budget: each of its ranks has another clock")
     return settings.model_copy(update={"inductor": False})
 
 
@@ -278,8 +275,7 @@ def _calls(example_inputs: Any) -> list[Call]:
     several = example_inputs if isinstance(example_inputs, list) else [example_inputs]
     calls: list[Call] = []
     for one in several:
-        call = call_of(one)
-        if call is None:
+        if (call := call_of(one)) is None:
             raise TypeError(
                 "optimize: example_inputs must be a tensor, a tuple, a dictionary, or a list of these, "
                 f"got {type(one).__name__}"

@@ -126,7 +126,7 @@ class Session:
         if not any(map(is_sharded, example_inputs)):
             return by_parts(gm, example_inputs, self._graph)
         if torch.is_grad_enabled() or self.selector.ranks is None:
-            self.decline(_LEARNS if self.selector.ranks else _SPREAD, len(gm.graph.nodes))
+            self.decline(_LEARNS if self.selector.ranks or self.gathered else _SPREAD, len(gm.graph.nodes))
             return gm.forward
         shards = Shards(gm, example_inputs)
         run = by_parts(shards.graph, shards.added(example_inputs), self._graph)

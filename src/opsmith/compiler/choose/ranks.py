@@ -60,6 +60,12 @@ class Ranks:
         dist.all_gather(texts, mine, group=group)
         return [bytes(t.tolist()) for t in texts]
 
+    def alike(self, able: dict[str, Any], *known: Any) -> tuple[Any, ...]:
+        """What all can run, and a plan's choice and times if all have the same: other parts are other calls."""
+        every = self.gather([[*able], *known])
+        able = {name: able[name] for name in able if all(name in names for names, *_ in every)}
+        return (able, *known) if all(theirs == [*known] for _, *theirs in every) else (able, None, {})
+
     def check(self, what: Mapping[str, str]) -> None:
         """Refuse ranks that would choose differently.
 

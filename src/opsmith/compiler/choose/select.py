@@ -131,6 +131,8 @@ class Selector:
                 out[name] = "packs a copy of the weight, and this model's are too large to be held twice"
         for name, why in out.items():
             _refuse(name, why, able, refused)
+        if self.ranks and may_measure:
+            able, fixed, known = self.ranks.alike(able, fixed, known)
         first = next(iter(able))
         if pinned in able:
             return Choice(pinned, "pinned by the configuration", {}, refused)
@@ -140,12 +142,10 @@ class Selector:
             return Choice(fixed, "from the saved plan", {}, refused)
         if len(able) > 1 and not config.tune:
             return Choice(first, "first able in the card's order (tuning is off)", {}, refused)
-        # Of ranks each measures where one does, and what one of them cannot run has no time.
         complete = bool(known) if self.ranks else len(able) == 1 or able.keys() <= known.keys()
         if not complete:
             if not may_measure:
-                nearest = self._nearest(key, able)
-                if not nearest:
+                if not (nearest := self._nearest(key, able)):
                     return Choice(first, "first able in the card's order (nothing measured yet)", {}, refused)
                 return Choice(_fastest(able, nearest), "fastest at the nearest shape measured", {}, refused)
             between = weights.between(call) if among else []

@@ -122,9 +122,9 @@ def optimize(
         )
     ranks, gathered = Ranks.of(model), is_gathered(model)
     if ranks is not None:
-        shown = [[] if gathered else [list(t.shape) for t in tensors_of(one)] for one in (calls, read)]
-        asked = dict(zip(("example_inputs", "calibration"), shown, strict=True), warmup=warmup, budget=budget)
-        settings = _together(ranks, settings, saved, asked)
+        given = {"example_inputs": calls, "calibration": read}
+        asked = {n: [] if gathered else [list(t.shape) for t in tensors_of(one)] for n, one in given.items()}
+        settings = _together(ranks, settings, saved, asked | {"warmup": warmup, "budget": budget})
     # Ranks that gather weights learn from batches of their own: what is new to one of them is not to all.
     session = Session(settings, saved, read, None if gathered else ranks)
     restore(model)
@@ -162,9 +162,9 @@ def optimize(
             session.skipped = list(warm.run(model, session.selector))
         if calls and not session.graphs and not session.unread:
             said = (" ".join(b.split("\n")[:2]) for b in counters["graph_break"] - breaks)
+            why = next(said, "TORCH_LOGS=graph_breaks says why")
             raise RuntimeError(
-                f"optimize: PyTorch captured no graph of this model, which is as it was: "
-                f"{next(said, 'TORCH_LOGS=graph_breaks says why')}"
+                f"optimize: PyTorch captured no graph of this model, which is as it was: {why}"
             )
     except BaseException as error:
         restore(model)
@@ -206,7 +206,7 @@ def restore(model: nn.Module) -> nn.Module:
     for name in OURS:
         model.__dict__.pop(name, None)
     session.close()
-    own = tensors(model)
+    own = tensors(model) if session.before else {}
     for name, tensor in (session.before or {}).items():
         own[name].data = tensor
     return model

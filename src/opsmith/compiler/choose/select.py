@@ -143,7 +143,7 @@ class Selector:
         if len(able) > 1 and not config.tune:
             return Choice(first, "first able in the card's order (tuning is off)", {}, refused)
         complete = bool(known) if self.ranks else len(able) == 1 or able.keys() <= known.keys()
-        if not complete:
+        if not complete:  # of ranks, what one of them cannot run has no time
             if not may_measure:
                 if not (nearest := self._nearest(key, able)):
                     return Choice(first, "first able in the card's order (nothing measured yet)", {}, refused)

@@ -10,7 +10,6 @@ __attribute__((noinline)) void product_in_registers(int64_t depth, Operand a, co
   Sum sum[M][N];
 #pragma GCC unroll 8
   for (int r = 0; r < M; ++r) {
-#pragma GCC unroll 8
     for (int n = 0; n < N; ++n) sum[r][n] = Sum{};
   }
   const float* row[M];
@@ -18,12 +17,9 @@ __attribute__((noinline)) void product_in_registers(int64_t depth, Operand a, co
   for (int r = 0; r < M; ++r) row[r] = a.data + r * a.row_stride;
   for (int64_t k = 0, at = 0; k < depth; ++k, at += a.step) {
     Sum column[N];
-#pragma GCC unroll 8
     for (int n = 0; n < N; ++n) column[n] = __builtin_convertvector(load(b + k * ldb + n * W), Sum);
-#pragma GCC unroll 8
     for (int r = 0; r < M; ++r) {
       const Sum x = __builtin_convertvector(Units::broadcast(row[r] + at), Sum);
-#pragma GCC unroll 8
       for (int n = 0; n < N; ++n) sum[r][n] = Units::mac(x, column[n], sum[r][n]);
     }
   }
@@ -85,7 +81,6 @@ void pack_transposed(const T* from, int64_t stride, int64_t rows, int64_t n, flo
       transpose(unit);
       float* p = panel + k * PANEL;
       if (depth - k >= W) {
-#pragma GCC unroll 16
         for (int i = 0; i < W; ++i) store(p + i * PANEL, unit[i]);
       } else {
         for (int i = 0; i < depth - k; ++i) store(p + i * PANEL, unit[i]);

@@ -363,6 +363,9 @@ inline bool can_stream(const T* p) {
 
 inline void prefetch(const void* p) { __builtin_prefetch(p, 0, 3); }
 inline void prefetch_far(const void* p) { __builtin_prefetch(p, 0, 2); }  // to the second-level cache
+// What is read once: to the nearest cache alone, so that the others keep what a model's code and Python's objects are made of.
+inline void prefetch_once(const void* p) { __builtin_prefetch(p, 0, 0); }
+constexpr int64_t kOnce = 4096;  // bytes from what is used to what is best asked for so
 // Whether what streams from memory is to be asked for also where the arithmetic leaves the processor time to see it coming:
 // AMD's then fetch better by themselves, Intel's look ahead too little for the memory of a server.
 inline bool asks_always() {

@@ -40,10 +40,8 @@ inline __attribute__((always_inline)) void step(const float* factors, const T* f
       prefetch_far(from + (D + d) * stride + at);
       row[d] = load(from + d * stride + at, lanes);
     }
-#pragma GCC unroll 4
     for (int r = 0; r < R; ++r) {
       Vec sum = row[0] * by[0][r];
-#pragma GCC unroll 8
       for (int d = 1; d < D; ++d) sum = fma(row[d], by[d][r], sum);
       if (!first) sum += load(sums + r * kWidth + at);
       if (!to) {

@@ -1,7 +1,8 @@
 // Rows of a weight as it is by a few rows of x: bound by the weight's way from memory, which is read once and in order.
 //
-// A sum is a vector of partial sums over K, added up at its end. A step takes a vector of K of a few rows of the weight, so that what
-// it loads of x serves all of them, and asks for these rows' next bytes, at their end for those of the rows that follow.
+// A sum is a vector of partial sums over K, added up at its end. One or two rows of x, where the nearest cache has room for them,
+// meet one row of the weight after the other, as memory gives most; for more, a step takes a vector of K of a few rows, so that what
+// it loads of x serves all of them. It asks for these rows' next bytes, at their end for those of the rows that follow.
 #pragma once
 
 #include "gemm_tile.h"
@@ -12,41 +13,45 @@ namespace opsmith {
 namespace few {
 
 constexpr int kTogether = W == 16 ? 4 : 2;  // rows of the weight
+constexpr int kSums = W == 16 ? 16 : 8;  // in registers
+constexpr int64_t kNearest = 16384;  // bytes of x that stay in the nearest cache
 constexpr int kMost = 4;  // rows of x; of more, the others find the panel in a cache, if it is small
 constexpr int64_t kAhead = 2048;  // bytes of a row from what is used to what is fetched
 constexpr int64_t kBlock = 32 * W;  // of K that one accumulator sums, as rounding errors grow with that
 
 // Sums of N rows of the weight by M of x; `next` are the rows of the weight that follow.
-template <int N, int M, class T>
+template <int N, int M, bool once = false, class T>
 inline __attribute__((always_inline)) void dots(const T* weight, int64_t stride, const T* next, const T* x,
                                                 int64_t x_stride, int64_t k, float* sums) {
   using Units = UnitsOf<T>;
   constexpr int64_t step = W * Units::per_unit;
+  constexpr int U = std::clamp(kSums / (N * M), 1, 4);  // vectors of K, whose sums alternate
   const int64_t ahead = std::min(k, kAhead / int64_t(sizeof(T)));
   Vec total[N][M] = {};
   for (int64_t begin = 0; begin < k; begin += kBlock) {
-    Vec sum[N][M] = {};
+    Vec sum[U][N][M] = {};
     const int64_t end = std::min(begin + kBlock, k);
-    const auto add = [&](int64_t i, int64_t count) __attribute__((always_inline)) {
+    const auto add = [&](int64_t i, int64_t count, Vec(&to)[N][M]) __attribute__((always_inline)) {
       Vec row[M];
 #pragma GCC unroll 4
       for (int m = 0; m < M; ++m) row[m] = load_units<Units>(x + m * x_stride + i, 0, count);
       const T* const soon = i + ahead < k ? weight + i + ahead : next + i + ahead - k;
 #pragma GCC unroll 4
       for (int n = 0; n < N; ++n) {
-        prefetch_far(soon + n * stride);
+        once ? prefetch_once(soon + n * stride) : prefetch_far(soon + n * stride);
         const Vec w = load_units<Units>(weight + n * stride + i, 0, count);
-#pragma GCC unroll 4
-        for (int m = 0; m < M; ++m) sum[n][m] = Units::mac(row[m], w, sum[n][m]);
+        for (int m = 0; m < M; ++m) to[n][m] = Units::mac(row[m], w, to[n][m]);
       }
     };
     int64_t i = begin;
-    for (; i + step <= end; i += step) add(i, step);
-    if (i < end) add(i, end - i);
-#pragma GCC unroll 4
+    for (; i + U * step <= end; i += U * step) {
+      for (int u = 0; u < U; ++u) add(i + u * step, step, sum[u]);
+    }
+    for (; i < end; i += step) add(i, std::min(step, end - i), sum[0]);
     for (int n = 0; n < N; ++n) {
-#pragma GCC unroll 4
-      for (int m = 0; m < M; ++m) total[n][m] += sum[n][m];
+      for (int m = 0; m < M; ++m) {
+        for (int u = 0; u < U; ++u) total[n][m] += sum[u][n][m];
+      }
     }
   }
 #pragma GCC unroll 4
@@ -58,14 +63,17 @@ inline __attribute__((always_inline)) void dots(const T* weight, int64_t stride,
 
 template <int M = kMost, class T>
 void panel(int64_t rows, const T* weight, int64_t stride, int64_t columns, const T* x, int64_t x_stride,
-           int64_t k, float* sums) {
+           int64_t k, bool once, float* sums) {
   if constexpr (M > 1) {
-    if (rows < M) return panel<M - 1>(rows, weight, stride, columns, x, x_stride, k, sums);
+    if (rows < M) return panel<M - 1>(rows, weight, stride, columns, x, x_stride, k, once, sums);
   }
   int64_t n = 0;
-  for (; n + kTogether <= columns; n += kTogether, weight += kTogether * stride) {
-    dots<kTogether, M>(weight, stride, weight + kTogether * stride, x, x_stride, k, sums + n);
+  if (once && M <= 2 && M * k * int64_t(sizeof(T)) <= kNearest) {
+    for (; n < columns; ++n, weight += stride)
+      dots<1, M, M <= 2>(weight, stride, weight + stride, x, x_stride, k, sums + n);
   }
+  for (; n + kTogether <= columns; n += kTogether, weight += kTogether * stride)
+    dots<kTogether, M>(weight, stride, weight + kTogether * stride, x, x_stride, k, sums + n);
   for (; n < columns; ++n, weight += stride)
     dots<1, M>(weight, stride, weight + stride, x, x_stride, k, sums + n);
 }
@@ -90,7 +98,8 @@ void products(const Rows<T>* all, int64_t some, int64_t x_stride, int64_t stride
       const int64_t column = task % panels * kLinearPanel, width = std::min(kLinearPanel, n - column);
       for (int64_t row = 0; row < one.count; row += kMost) {
         const int64_t rows = std::min<int64_t>(kMost, one.count - row);
-        panel(rows, one.weight + column * stride, stride, width, one.x + row * x_stride, x_stride, k, sums);
+        panel(rows, one.weight + column * stride, stride, width, one.x + row * x_stride, x_stride, k,
+              one.count <= kMost, sums);
         behind(one, row, int(rows), column, width, sums);
       }
     }

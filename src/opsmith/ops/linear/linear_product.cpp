@@ -18,11 +18,8 @@ __attribute__((noinline)) void multiply(const Tile<Format>& t, Lanes lanes) {
   bool first = t.first;
   for (int64_t k = 0; k < t.depth;) {
     Vec sum[chains][M][N];
-#pragma GCC unroll 4
     for (int u = 0; u < chains; ++u) {
-#pragma GCC unroll 8
       for (int r = 0; r < M; ++r) {
-#pragma GCC unroll 8
         for (int n = 0; n < N; ++n) sum[u][r][n] = Vec{};
       }
     }
@@ -30,13 +27,10 @@ __attribute__((noinline)) void multiply(const Tile<Format>& t, Lanes lanes) {
 #pragma GCC unroll 2
       for (int step = 0; step < Format::steps; ++step) {
         Vec column[N];
-#pragma GCC unroll 8
         for (int n = 0; n < N - 1; ++n) column[n] = Format::column(columns + n * W, step, Full{});
         column[N - 1] = Format::column(columns + (N - 1) * W, step, lanes);
-#pragma GCC unroll 8
         for (int r = 0; r < M; ++r) {
           const Vec a = Format::broadcast(x[r] + (k + i) * Format::steps + step);
-#pragma GCC unroll 8
           for (int n = 0; n < N; ++n) sum[u][r][n] = Format::mac(a, column[n], sum[u][r][n]);
         }
       }
@@ -44,8 +38,12 @@ __attribute__((noinline)) void multiply(const Tile<Format>& t, Lanes lanes) {
     };
     auto fetch = [&]() __attribute__((always_inline)) {
       for (const char* const stop = ahead + t.lines * kLine; ahead < stop; ahead += kLine) {
-        __builtin_prefetch(ahead, 0, 2);  // not to the nearest cache, where it would push out what is in use
-        __builtin_prefetch(ahead - t.again, 0, 2);
+        if (t.once) {
+          prefetch_once(ahead);
+        } else {
+          prefetch_far(ahead);  // not to the nearest cache, where it would push out what is in use
+          prefetch_far(ahead - t.again);
+        }
       }
     };
     const int64_t until = std::min(k + t.chain, t.depth);

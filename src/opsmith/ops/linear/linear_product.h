@@ -104,6 +104,7 @@ struct Tile : Block<Format> {
   int64_t depth;  // in units
   float* sums;  // rows of kPanel
   bool first;  // else it is added to the sums
+  bool once;  // whether no other tile reads the block
   int64_t lines;  // asked for at each kFetchStep
   int64_t unfetched;  // of those of a kFetchStep, by this tile and what follows it on the block
 
@@ -175,7 +176,7 @@ void product(const typename Format::X* x, int64_t x_stride, int64_t m, const Wei
   const int64_t most_rows = group == 1 ? kMostRows : kMostRows / 2, panel_step = most_rows * kPanel;
   const Split s = split_product(m, most_rows, ceil_div(n, group * kPanel), group, depth);
   const int64_t some = std::max(depth, kSum);
-  // One tile has all rows and columns of a panel: it leaves the processor time to fetch by itself, and better.
+  // One tile has all rows and columns of a panel.
   const bool alone = m <= ROWS && PANEL == kPanel && !asks_always();
   const int64_t most = m > kFewRows || Weight::plain ? kBlock : alone ? some : kShortBlock;
   const int64_t length = round_up(ceil_div(some, ceil_div(some, most)), kSum);
@@ -199,7 +200,8 @@ void product(const typename Format::X* x, int64_t x_stride, int64_t m, const Wei
           t.x_stride = x_stride;
           t.first = k == 0;
           // All that the tiles on this block fetch.
-          t.unfetched = alone ? 0 : ceil_div(columns.step, kLine);
+          if ((t.once = alone)) t.ahead = reinterpret_cast<const char*>(columns.columns) + kOnce;
+          t.unfetched = ceil_div(columns.step, kLine);
           t.lines = ceil_div(t.unfetched, tiles * ceil_div(width, PANEL));
           for (int64_t i = 0; i < tiles; ++i) {
             const int64_t r = i * rows / tiles;

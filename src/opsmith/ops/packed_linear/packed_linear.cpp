@@ -27,10 +27,9 @@ constexpr int64_t kBlock = 128;  // of K that share a factor, where the weight n
 constexpr int most_rows(int D) { return (W == 16 ? 12 : kDigitBits == 8 ? 6 : 4) / D; }
 // Vectors of columns beside so many sums of each: all of a panel, if they fit.
 constexpr int vectors(int sums) { return W == 16 || sums > 2 ? 2 : 4; }
-// Whether so many rows keep the processor from seeing the next loads: otherwise it fetches ahead by itself, and better. Digits
-// of 16 bits take twice the instructions for as many bytes of the weight.
+// Whether so many rows would push out of the nearest cache what comes before they use it.
 constexpr bool busy(int rows, int D, bool nibbles) {
-  return rows * D * (nibbles ? 2 : 1) >= (kDigitBits == 8 ? 8 : 2);
+  return rows * D * (nibbles ? 2 : 1) >= (kDigitBits == 8 ? 12 : 3);
 }
 
 // Whether the sums of chunks are added up, and not of all blocks one after the other: a float32 would lose bits to those.
@@ -131,7 +130,7 @@ struct Tile {
   int64_t columns;  // that there are
   float* sums;  // rows of kColumns
   bool first;  // else it is added to the sums
-  bool ask;  // for what comes, however few rows there are
+  bool twice;  // to fetch in two steps, however few rows there are
   bool floats;  // nibbles are
 
   void skip(int64_t n) {
@@ -198,9 +197,13 @@ __attribute__((noinline)) void multiply(const Tile& t) {
       Bytes column[NV];
 #pragma GCC unroll 4
       for (int n = 0; n < NV; ++n) {
-        if ((busy(R, D, nibbles) || t.ask) && n * 4 * W % 64 == 0) {
-          prefetch_far(ahead + n * 4 * W);
-          __builtin_prefetch(w + kNear + n * 4 * W, 0, 3);
+        if (n * 4 * W % 64 == 0) {
+          if (busy(R, D, nibbles) || t.twice) {
+            prefetch_far(ahead + n * 4 * W);
+            prefetch(w + kNear + n * 4 * W);
+          } else {
+            prefetch_once(w + kOnce + n * 4 * W);
+          }
         }
         word[n] = load_words(w + n * 4 * W);
       }
@@ -213,7 +216,6 @@ __attribute__((noinline)) void multiply(const Tile& t) {
           column[n] = t.floats ? small_floats(word[n] >> 4) : high_nibbles(word[n]);
         add(column);
       } else {
-#pragma GCC unroll 4
         for (int n = 0; n < NV; ++n) column[n] = bytes_of(word[n]);
         add(column);
       }
@@ -230,10 +232,8 @@ __attribute__((noinline)) void multiply(const Tile& t) {
         for (int r = 0; r < R; ++r) total[r][n] = fma(offset, splat(t.least[r * t.blocks + b]), total[r][n]);
       }
     }
-#pragma GCC unroll 12
     for (int r = 0; r < R; ++r) {
       const float factor = t.factor[r * t.blocks + b];
-#pragma GCC unroll 4
       for (int n = 0; n < NV; ++n) {
         const auto half = [&](int d) {
           if constexpr (each == 1)
@@ -322,8 +322,6 @@ void products(const std::vector<Digits<D>>& all) {
     tiles = std::max(tiles, ceil_div(one.x.tiles, one.row_blocks));
   }
   const int64_t grain = std::max<int64_t>(1, (int64_t{1} << 18) / std::max<int64_t>(1, cost));
-  // What ends each group keeps the processor from seeing what comes, too.
-  const bool ask = asks_always() || all[0].of.weight.group > 0;
   const int64_t sums_size = most_rows(D) * tiles * kColumns;
   parallel_shares(all.back().last, grain, [&](int64_t begin, int64_t end) {
     float* const sums = scratch(sums_size);
@@ -342,9 +340,9 @@ void products(const std::vector<Digits<D>>& all) {
       const int64_t row = x.first_row(tile), rows = x.first_row(tiles_end) - row;
       const uint8_t* const panel = p.weight.as<uint8_t>() + first * depth * p.bits / 8;
       if (depth == 0) std::fill(sums, sums + rows * kColumns, 0.0f);
-      // One tile of all columns shares the panel with no other. Few rows, which wait for memory, are not faster for it.
+      // One tile of all columns shares the panel with no other.
       const bool alone = tiles_end - tile == 1 && vectors(int(rows) * D) * W == kColumns;
-      const int64_t chunk = alone && !in_parts(D) && (ask || busy(int(rows), D, nibbles)) ? depth : kChunk;
+      const int64_t chunk = alone && !in_parts(D) ? depth : kChunk;
       for (int64_t k = 0; k < depth; k += chunk) {
         Tile t{.steps = Steps(p, k, first)};
         t.blocks = x.blocks;
@@ -355,7 +353,7 @@ void products(const std::vector<Digits<D>>& all) {
         t.columns = columns;
         t.around = nibbles ? 8.0f : float(kMiddle);
         t.first = k == 0;
-        t.ask = ask;
+        t.twice = asks_always() || tiles_end - tile > 1;
         t.floats = p.small_floats();
         for (int64_t i = tile; i < tiles_end; ++i) {
           const int64_t r = x.first_row(i);

@@ -134,7 +134,6 @@ struct Unpacked {
 constexpr int
     kStreamed = 8;  // rows of x that a weight of floats is multiplied by as it is read, not by way of the cache
 constexpr int64_t kSummed = 128;  // of K that one accumulator sums
-constexpr int64_t kAhead = 4096;  // bytes from what is used to what is fetched
 
 // What four numbers of K of a vector of columns do to the sums of a row of x: as floats, one after the other.
 struct Singly {
@@ -210,12 +209,11 @@ void stream(const typename Form::X* x, int64_t depth, const QuantizedWeight& wei
     Vec sum[R][NV][Form::sums] = {};
     for (const int64_t until = std::min(k + kSummed, depth); k < until; k += 4, from += 4 * width) {
       if (v == 0) {
-        for (int64_t line = 0; line < 4 * kColumns; line += 64) prefetch_far(from + kAhead + line);
+        for (int64_t line = 0; line < 4 * kColumns; line += 64) prefetch_once(from + kOnce + line);
       }
 #pragma GCC unroll 2
       for (int n = 0; n < NV; ++n) {
         const Form four(load_words(from + n * 4 * W));
-#pragma GCC unroll 8
         for (int r = 0; r < R; ++r) four.add(x + (r * depth + k) / Form::per_x, sum[r][n]);
       }
     }
@@ -223,7 +221,6 @@ void stream(const typename Form::X* x, int64_t depth, const QuantizedWeight& wei
       prefetch(scale + kColumns + n * W);  // the next panel's
       const Part there{int(std::clamp<int64_t>(columns - n * W, 0, W))};
       const Vec step = load(scale + n * W, there);
-#pragma GCC unroll 8
       for (int r = 0; r < R; ++r) total[r][n] = fma(Form::whole(sum[r][n]), step, total[r][n]);
     }
   }

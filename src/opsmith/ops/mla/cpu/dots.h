@@ -70,7 +70,7 @@ struct FetchStream {
   const char* at;
   template <int bytes, int R>
   void step(const void*) {
-    prefetch_far(at);
+    prefetch_once(at);
     at += bytes;
   }
 };

@@ -167,6 +167,38 @@ def test_layers_whose_graphs_are_apart_are_all_counted() -> None:
         assert "next: nothing is found across a break" in text
 
 
+class Product(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.product = nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.product(x)
+
+
+class Looping(nn.Module):
+    """A model that is left as a whole: Dynamo begins nowhere in a loop."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Product() for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)[x.mean(-1).isfinite().nonzero(as_tuple=True)].view_as(x)
+        return x
+
+
+def test_a_break_in_a_loop_is_told_though_no_graph_ends_there() -> None:
+    model = Looping().eval()
+    opsmith.optimize(model, torch.rand(2, 8, 64) + 1, config=UNTIMED)
+    assert model.opsmith.report.found["linear"] == 2
+    [said] = model.opsmith.report.breaks
+    assert said.startswith("Looping: ")
+    assert "aten.nonzero" in said
+    assert "  " not in said
+
+
 class Late(Breaking):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x.tanh() if x.tanh().sum() < 1e9 else x)

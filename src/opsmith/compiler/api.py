@@ -160,9 +160,11 @@ def optimize(
                 model(*args, **kwargs)
         if warm is not None:
             session.skipped = list(warm.run(model, session.selector))
+        said = [" ".join(" ".join(b.split("\n")[:2]).split()) for b in counters["graph_break"] - breaks]
+        if said and not session.breaks:  # in a loop: Dynamo leaves the whole frame, and no graph ends there
+            session.breaks[type(model).__name__] = said[0]
         if calls and not session.graphs and not session.unread:
-            said = (" ".join(b.split("\n")[:2]) for b in counters["graph_break"] - breaks)
-            why = next(said, "TORCH_LOGS=graph_breaks says why")
+            why = next(iter(said), "TORCH_LOGS=graph_breaks says why")
             raise RuntimeError(
                 f"optimize: PyTorch captured no graph of this model, which is as it was: {why}"
             )

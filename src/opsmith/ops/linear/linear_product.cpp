@@ -38,12 +38,8 @@ __attribute__((noinline)) void multiply(const Tile<Format>& t, Lanes lanes) {
     };
     auto fetch = [&]() __attribute__((always_inline)) {
       for (const char* const stop = ahead + t.lines * kLine; ahead < stop; ahead += kLine) {
-        if (t.once) {
-          prefetch_once(ahead);
-        } else {
-          prefetch_far(ahead);  // not to the nearest cache, where it would push out what is in use
-          prefetch_far(ahead - t.again);
-        }
+        t.once ? prefetch_once(ahead) : prefetch_far(ahead);  // not where it would push out what is in use
+        if (!t.once) prefetch_far(ahead - t.again);
       }
     };
     const int64_t until = std::min(k + t.chain, t.depth);

@@ -181,8 +181,8 @@ _SHOWN = (
     ("attention", "1x12x2048x64 causal"),
     ("mla_preprocess", "V3, 1 token"),
 )
-_OPERATORS = "operators-bfloat16-2026-11-29-amd-epyc-family-26"
-_GEMMA = "bench-llm-gemma-2026-11-29-amd-epyc-family-26"
+_OPERATORS = "operators-bfloat16-2026-11-30-amd-epyc-family-26"
+_GEMMA = "bench-llm-gemma-2026-11-30-amd-epyc-family-26"
 
 
 @region
@@ -261,6 +261,9 @@ def llm(*stems: str) -> str:
 
 
 _MADE["llm-gemma"] = lambda: llm(_GEMMA)
+_MADE["llm-bits"] = lambda: llm(
+    *(f"bench-llm-gemma-{bits}-2026-11-30-amd-epyc-family-26" for bits in ("bf16", "q8_0", "q4_0"))
+)
 _MADE["llm-batches"] = lambda: llm("bench-llm-gemma-batches-2026-11-27-amd-epyc-family-26")
 _MADE["llm-context"] = lambda: llm("bench-llm-gemma-context-2026-11-28-amd-epyc-family-26")
 _MADE["llm-llama"] = lambda: llm("bench-llm-llama-1b-2026-11-28-amd-epyc-family-26")

@@ -366,8 +366,8 @@ inline void prefetch_far(const void* p) { __builtin_prefetch(p, 0, 2); }  // to 
 // What is read once: to the nearest cache alone, so that the others keep what a model's code and Python's objects are made of.
 inline void prefetch_once(const void* p) { __builtin_prefetch(p, 0, 0); }
 constexpr int64_t kOnce = 4096;  // bytes from what is used to what is best asked for so
-// Whether what streams from memory is to be asked for also where the arithmetic leaves the processor time to see it coming:
-// AMD's then fetch better by themselves, Intel's look ahead too little for the memory of a server.
+// Whether what streams from memory is asked for far ahead, into the second-level cache first, however few rows meet it: Intel's
+// look ahead too little by themselves for the memory of a server. Who is not asked so is asked once.
 inline bool asks_always() {
 #if defined(__x86_64__)
   static const bool intel = (__builtin_cpu_init(), __builtin_cpu_is("intel"));

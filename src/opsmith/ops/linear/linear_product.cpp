@@ -38,7 +38,8 @@ __attribute__((noinline)) void multiply(const Tile<Format>& t, Lanes lanes) {
     };
     auto fetch = [&]() __attribute__((always_inline)) {
       for (const char* const stop = ahead + t.lines * kLine; ahead < stop; ahead += kLine) {
-        t.once ? prefetch_once(ahead) : prefetch_far(ahead);  // not where it would push out what is in use
+        // In the nearest cache, what many rows need far later would push out what is in use.
+        t.once ? prefetch_once(ahead) : prefetch_far(ahead);
         if (!t.once) prefetch_far(ahead - t.again);
       }
     };

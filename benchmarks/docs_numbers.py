@@ -268,10 +268,10 @@ _MADE["llm-batches"] = lambda: llm("bench-llm-gemma-batches-2026-11-27-amd-epyc-
 _MADE["llm-context"] = lambda: llm("bench-llm-gemma-context-2026-11-28-amd-epyc-family-26")
 _MADE["llm-llama"] = lambda: llm("bench-llm-llama-1b-2026-11-30-amd-epyc-family-26")
 _MADE["llm-avx2"] = lambda: llm("bench-llm-gemma-2026-11-25-amd-epyc-family-25-model-1")
-_MADE["llm-avx2-peer"] = lambda: llm("bench-llm-gemma-avx2-2026-11-29-amd-epyc-family-26")
+_MADE["llm-avx2-peer"] = lambda: llm("bench-llm-gemma-avx2-2026-11-30-amd-epyc-family-26")
 _MADE["llm-llama-avx2-peer"] = lambda: llm(
-    "bench-llm-llama-1b-q8_0-avx2-2026-11-29-amd-epyc-family-26",
-    "bench-llm-llama-1b-q4_0-avx2-2026-11-29-amd-epyc-family-26",
+    "bench-llm-llama-1b-q8_0-avx2-2026-11-30-amd-epyc-family-26",
+    "bench-llm-llama-1b-q4_0-avx2-2026-11-30-amd-epyc-family-26",
 )
 _MADE["llm-gguf"] = lambda: llm("bench-llm-gemma-gguf-2026-11-26-xeon-family-6-model-85")
 

@@ -9,7 +9,6 @@
 
 #include "byte_dot.h"
 #include "nearest.h"
-#include "rows.h"
 
 namespace opsmith {
 
@@ -43,15 +42,9 @@ struct FixedPoint {
 
 // The largest magnitude; NaN where a number is not finite.
 template <class T>
-inline float largest(const T* x, int64_t n) {
-  Vec most{};
-  IVec odd{};
-  for_lanes(n, [&](int64_t i, auto lanes) {
-    const Vec v = abs(keep(load(x + i, lanes), lanes, 0.0f));
-    most = max(v, most);
-    odd |= IVec(!(v <= 3.4028234e38f));
-  });
-  return any(odd) ? NAN : reduce_max(most);
+inline float largest_finite(const T* x, int64_t n) {
+  const float most = largest(x, n);
+  return std::isfinite(most) ? most : NAN;
 }
 
 // Digits d of numbers k.. at `to + k / 4 * step + 4 d`, zeros up to `width`.
@@ -112,7 +105,7 @@ FixedPoint fixed_point(const View& x, int64_t block, int64_t padding, int tile_r
           for (int64_t r = first; r < last; ++r) {
             Digit* const digits = f.digits.get() + first * D * depth + (r - first) * 4 * D;
             const T* row = x.as<T>() + r * x.strides[0];
-            const float most = dynamic ? largest(row, k) : 0;
+            const float most = dynamic ? largest_finite(row, k) : 0;
             for (int64_t b = part * f.blocks / parts; b < (part + 1) * f.blocks / parts; ++b) {
               const int64_t at = b * block, n = std::min(block, k - at), width = std::min(block, depth - at);
               float multiplier, factor;
@@ -120,7 +113,7 @@ FixedPoint fixed_point(const View& x, int64_t block, int64_t padding, int tile_r
                 multiplier = most > kLeast ? 127.0f / most : 0.0f;
                 factor = most / 127.0f;
               } else {
-                const float here = largest(row + at, n);
+                const float here = largest_finite(row + at, n);
                 multiplier = power_of_two<kDigitBits * D - 1>(here);
                 factor = here != here ? here : 1.0f / multiplier;
               }

@@ -1,9 +1,23 @@
 // Floats to whole numbers, and those to bytes.
 #pragma once
 
-#include "simd.h"
+#include <cmath>
+
+#include "rows.h"
 
 namespace opsmith {
+
+// The largest of numbers whose magnitudes' bits these are, lane by lane; NaN where one is: its bits are above all others.
+inline float largest(IVec magnitudes) {
+  return any(magnitudes > 0x7f800000) ? NAN : reduce_max(as_float(magnitudes));
+}
+
+template <class T>
+inline float largest(const T* x, int64_t n) {
+  IVec most{};
+  for_lanes(n, [&](int64_t i, auto k) { most = max(most, as_int(abs(keep(load(x + i, k), k, 0.0f)))); });
+  return largest(most);
+}
 
 // Rounded to nearest, ties to even. Not by adding a large number: a compiler may fuse that with the product before it,
 // whose own rounding then is missing.

@@ -305,7 +305,7 @@ void packed_linear_floats(const PackedProduct& one) {
     // A number that is not finite makes all of its row NaN, as it does with digits.
     parallel_for(x.sizes[0], row_grain(k, 16384), [&](int64_t begin, int64_t end) {
       for (int64_t r = begin; r < end; ++r) {
-        const float most = largest(x.as<T>() + r * x.strides[0], k);
+        const float most = largest_finite(x.as<T>() + r * x.strides[0], k);
         Y* const to = y.as<Y>() + r * y.strides[0];
         if (most == most) continue;
         for_lanes(n, [&](int64_t c, auto lanes) { store(to + c, splat(most), lanes); });

@@ -30,21 +30,6 @@ class FloatVector {
   std::unique_ptr<float[]> memory_;
 };
 
-// The largest of numbers whose magnitudes' bits these are, lane by lane; NaN where one is: its bits are above all others.
-inline float largest(IVec magnitudes) {
-  int32_t top = 0;
-  for (int i = 0; i < W; ++i) top = std::max(top, int32_t(magnitudes[i]));
-  float found;
-  std::memcpy(&found, &top, sizeof(found));
-  return found;
-}
-
-inline float largest(const float* y, int64_t n) {
-  IVec most{};
-  for_lanes(n, [&](int64_t i, auto k) { most = max(most, as_int(abs(keep(load(y + i, k), k, 0.0f)))); });
-  return largest(most);
-}
-
 // to = x * rstd * gamma + beta, in float, without gamma x itself; the largest magnitude is returned, NaN where one is.
 template <class T>
 inline float scale_row(const T* x, int64_t n, const float* gamma, const float* beta, float rstd, float* to) {

@@ -11,7 +11,7 @@ constexpr int64_t kGrain = 16 << 10;  // elements worth a thread
 // x = scale * to, |to| <= 127; the scale, that of the largest element, is returned: NaN where an element is not finite.
 template <class T>
 float quantize(const T* x, int64_t n, int8_t* to) {
-  const float most = largest(x, n), inverse = most > kLeast ? 127.0f / most : 0.0f;
+  const float most = largest_finite(x, n), inverse = most > kLeast ? 127.0f / most : 0.0f;
   for_lanes(n, [&](int64_t i, auto lanes) {
     store_low_bytes(to + i, nearest_integers(keep(load(x + i, lanes), lanes, 0.0f) * inverse), lanes);
   });

@@ -71,23 +71,18 @@ __attribute__((noinline)) void score_bytes(const Rows& rows, const ByteRows& byt
         const uintptr_t far = uintptr_t(keys[skip]) + at;
         const int8_t* const q = bytes.q + unit * 4 * 2 * dim;
         __m512i x[fixed];
-#pragma GCC unroll 2
         for (int i = 0; i < fixed; ++i)
           x[i] = _mm512_xor_si512(_mm512_loadu_si512(*keys + at + 64 * i), middle);
-#pragma GCC unroll 4
         for (int r = 0; r < 4; ++r) {
           if (r < fixed) ask(far + 64 * r);
-#pragma GCC unroll 2
           for (int i = 0; i < fixed; ++i)
             a[r] = _mm512_dpbusd_epi32(a[r], x[i], _mm512_loadu_si512(q + r * 2 * dim + 64 * i));
           a[r] = _mm512_slli_epi32(a[r], 8);
-#pragma GCC unroll 2
           for (int i = 0; i < fixed; ++i) {
             a[r] = _mm512_dpbusd_epi32(a[r], x[i], _mm512_loadu_si512(q + r * 2 * dim + dim + 64 * i));
           }
         }
       }
-#pragma GCC unroll 4
       for (int r = 0; r < 4; ++r) sum[u * 4 + r] = (Vec)a[r];
       if (++unit == all) {
         unit = 0;
@@ -117,7 +112,6 @@ inline bool weights_to_digits(float* weights, int64_t tokens, int64_t lanes, flo
     const Vec s = load(step + v), by = select(s > 1e-37f, 1.0f / s, Vec{});
     for (int64_t j = 0; j < tokens; j += 4) {
       IVec high = {}, low = {};
-#pragma GCC unroll 4
       for (int i = 0; i < 4; ++i) {
         const IVec x = (IVec)_mm512_cvtps_epi32((__m512)(load(weights + (j + i) * lanes + v) * by));
         high |= (x >> 8) << (8 * i);
@@ -141,7 +135,6 @@ __attribute__((noinline)) void add_eight(const int32_t* digits, const float* ste
 #pragma GCC unroll 1
     for (int64_t c = h * head_stride, in = 0; in < D; c += 64, in += 64) {
       __m512i column[2][4];
-#pragma GCC unroll 2
       for (int j = 0; j < 2; ++j) {
         const __m512i x0 = _mm512_loadu_si512(from[4 * j] + c), x1 = _mm512_loadu_si512(from[4 * j + 1] + c);
         const __m512i x2 = _mm512_loadu_si512(from[4 * j + 2] + c),
@@ -159,21 +152,16 @@ __attribute__((noinline)) void add_eight(const int32_t* digits, const float* ste
         for (int r = 0; r < 4; ++r) {
           for (int i = 2 * r; u == 0 && i < 2 * (r + 1); ++i) ask(uintptr_t(values[skip + i] + at + c));
           __m512i sum[4] = {};
-#pragma GCC unroll 2
           for (int digit = 0; digit < 2; ++digit) {
-#pragma GCC unroll 2
             for (int j = 0; j < 2; ++j) {
               const __m512i x = _mm512_set1_epi32(w[(2 * j + digit) * lanes + r]);
-#pragma GCC unroll 4
               for (int i = 0; i < 4; ++i) sum[i] = _mm512_dpbusd_epi32(sum[i], x, column[j][i]);
             }
             if (digit == 0) {
-#pragma GCC unroll 4
               for (int i = 0; i < 4; ++i) sum[i] = _mm512_slli_epi32(sum[i], 8);
             }
           }
           const Vec factor = splat(s[r]);
-#pragma GCC unroll 4
           for (int i = 0; i < 4; ++i) {
             float* const p = to + r * D + i * W;
             store(p, fma(to_float((IVec)sum[i]), factor, load(p)));

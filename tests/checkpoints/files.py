@@ -113,12 +113,15 @@ def blocks(format: str, n: int, k: int) -> torch.Tensor:
     return made.flatten(1)
 
 
-def write(file: Path, architecture: str, formats: tuple[str, ...] = FORMATS) -> Path:
-    """A file whose matrices take turns at formats, "f32", "f16" and others of gguf's among them."""
+def write(file: Path, architecture: str, formats: tuple[str, ...] = FORMATS, most: int = 0) -> Path:
+    """A file whose matrices take turns at formats, "f32", "f16" and others of gguf's among them.
+
+    Of several, of so many tensors at `most`, the first.
+    """
     import gguf
 
     torch.manual_seed(0)
-    writer = gguf.GGUFWriter(file, architecture)
+    writer = gguf.GGUFWriter(file, architecture, split_max_tensors=most)
     for key, value in values(architecture).items():
         add = {float: writer.add_float32, str: writer.add_string}.get(type(value), writer.add_uint32)
         add(key, value)
@@ -156,4 +159,4 @@ def write(file: Path, architecture: str, formats: tuple[str, ...] = FORMATS) -> 
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return file
+    return min(file.parent.glob(f"{file.stem}-00001-of-*")) if most else file

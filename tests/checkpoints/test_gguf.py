@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import struct
 import sys
 from pathlib import Path
@@ -112,6 +113,79 @@ def test_gpt_oss_has_the_files_numbers(tmp_path: Path) -> None:
     assert other(ids).logits.isfinite().all()
 
 
+def test_a_mixtral_says_that_it_is_a_llama(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers takes it for one: the names are written here a second time."""
+    import gguf as reader
+
+    said = {"expert_count": files.EXPERTS, "expert_used_count": 3, "feed_forward_length": files.EACH}
+    values = files.values("llama") | {f"llama.{name}": value for name, value in said.items()}
+    shapes = {
+        n: s
+        for n, s in files.tensors("qwen3moe").items()
+        if not n.endswith(("q_norm.weight", "k_norm.weight"))
+    }
+    monkeypatch.setattr(files, "values", lambda _: values)
+    monkeypatch.setattr(files, "tensors", lambda _: shapes)
+    file = files.write(tmp_path / "model.gguf", "llama", ("q4_k", "q6_k"))
+    model = gguf.load(file, torch.float32)
+    assert isinstance(model, transformers.MixtralForCausalLM)
+    assert (model.config.num_local_experts, model.config.num_experts_per_tok) == (files.EXPERTS, 3)
+    right = type(model)._from_config(copy.deepcopy(model.config), experts_implementation="eager").eval()
+    names = {
+        "attn_norm": "input_layernorm",
+        "ffn_norm": "post_attention_layernorm",
+        "ffn_gate_inp": "mlp.gate",
+    }
+    names |= {f"attn_{n}": f"self_attn.{n[0]}_proj" for n in ("q", "k", "v", "output")}
+    names |= {
+        "blk": "model.layers",
+        "output_norm": "model.norm",
+        "output": "lm_head",
+        "token_embd": "model.embed_tokens",
+    }
+    state = {}
+    for t in reader.GGUFReader(file).tensors:
+        rows = torch.tensor(reader.quants.dequantize(t.data, t.tensor_type)).view(*reversed(t.shape.tolist()))
+        if (
+            heads := {"attn_q": files.HEADS, "attn_k": files.KV_HEADS}.get(t.name.split(".")[-2])
+        ) is not None:
+            rows = rows.view(heads, -1, 2, files.HIDDEN).transpose(1, 2).reshape(rows.shape)
+        state[".".join(names.get(part, part) for part in t.name.split("."))] = rows
+    for i in range(files.LAYERS):
+        gate, up, down = (state.pop(f"model.layers.{i}.ffn_{n}_exps.weight") for n in ("gate", "up", "down"))
+        state[f"model.layers.{i}.mlp.experts.gate_up_proj"] = torch.cat((gate, up), 1)
+        state[f"model.layers.{i}.mlp.experts.down_proj"] = down
+    right.load_state_dict(state)
+    assert {m.format for m in model.modules() if isinstance(m, PackedExperts)} == {"q4_k", "q6_k"}
+    ids = torch.randint(0, files.TOKENS, (2, 20))
+    with torch.no_grad():
+        eager, wide, got = right(ids).logits, nn.Module.double(right)(ids).logits, model(ids).logits
+    assert float((got - wide).abs().max()) <= 2 * float((eager - wide).abs().max()) + 1e-6
+
+
+def test_factors_of_long_contexts_are_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    half = files.depth("phi3") // 2
+    shapes = files.tensors("phi3") | {f"rope_factors_{name}.weight": (half,) for name in ("long", "short")}
+    values = files.values("phi3") | {"phi3.rope.scaling.original_context_length": 32}
+    monkeypatch.setattr(files, "values", lambda _: values)
+    monkeypatch.setattr(files, "tensors", lambda _: shapes)
+    file = files.write(tmp_path / "model.gguf", "phi3", ("q8_0",))
+    model, found = gguf.load(file, torch.float32), header.read(file)
+    own = model.config.rope_parameters
+    for name in ("long", "short"):
+        assert (
+            own[f"{name}_factor"] == found.rows(f"rope_factors_{name}.weight").view(torch.float32)[0].tolist()
+        )
+    assert (own["rope_type"], own["original_max_position_embeddings"]) == ("longrope", 32)
+    assert model.model.rotary_emb.attention_scaling == pytest.approx((1 + math.log(4) / math.log(32)) ** 0.5)
+    ids = torch.randint(0, files.TOKENS, (1, 40))
+    right = transformers.Phi3ForCausalLM(copy.deepcopy(model.config)).model.rotary_emb
+    for positions in (ids[:, :20], ids):
+        at = torch.arange(positions.shape[1])[None]
+        mine, its = (rotary(torch.ones(1), at) for rotary in (model.model.rotary_emb, right))
+        assert mine[0].equal(its[0])
+
+
 @pytest.mark.parametrize(
     ("architecture", "kind"),
     [("gpt-oss", "yarn"), ("gemma3", "linear"), ("qwen2", "yarn"), ("llama", "none")],
@@ -142,12 +216,13 @@ def test_rotations_are_scaled_as_the_file_says(
 
 
 @pytest.mark.parametrize("architecture", ["starcoder2", "stablelm", "nemotron", "phi3", "gemma2"])
-def test_rotations_and_caps_are_the_files(
+def test_rotations_caps_and_windows_are_the_files(
     architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """transformers passes not all of them on, and then has its own for every file."""
     said = {"rope.freq_base": 5e5, "rope.dimension_count": files.depth(architecture) * 3 // 8}
     said |= {"attn_logit_softcapping": 9.0, "final_logit_softcapping": 7.0}
+    said |= {"attention.layer_norm_epsilon": 0.125, "attention.sliding_window": 24}
     values = files.values(architecture) | {f"{architecture}.{name}": v for name, v in said.items()}
     values[f"{architecture}.attention.head_count"] = files.HIDDEN // files.depth(architecture)
     monkeypatch.setattr(files, "values", lambda _: values)
@@ -156,6 +231,8 @@ def test_rotations_and_caps_are_the_files(
     assert config.rope_parameters.get("partial_rotary_factor", 0.375) == 0.375
     assert getattr(config, "attn_logit_softcapping", 9) == 9
     assert getattr(config, "final_logit_softcapping", 7) == 7
+    assert getattr(config, "norm_eps", 0.125) == 0.125
+    assert getattr(config, "sliding_window", 24) == 24
 
 
 @pytest.mark.parametrize(("architecture", "layers"), [("gemma2", 46), ("gemma3", 62), ("gemma3", 26)])
@@ -297,18 +374,26 @@ def test_a_package_that_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.
         gguf.load(file, torch.float32)
 
 
-def test_a_part_of_a_file_is_refused(tmp_path: Path) -> None:
-    import gguf as theirs_
-
-    file = tmp_path / "model-00001-of-00003.gguf"
-    writer = theirs_.GGUFWriter(file, "llama")
-    writer.add_uint16("split.count", 3)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    with pytest.raises(CheckpointError, match="is one of 3 parts: llama-gguf-split --merge"):
-        opsmith.load(file)
+def test_a_model_in_several_files(tmp_path: Path) -> None:
+    first = files.write(tmp_path / "model.gguf", "qwen3moe", most=9)
+    assert first.name == "model-00001-of-00003.gguf"
+    model = gguf.load(first, torch.float32)
+    whole = gguf.load(files.write(tmp_path / "model.gguf", "qwen3moe"), torch.float32)
+    state = model.state_dict()
+    for name, t in whole.state_dict().items():
+        assert t.equal(state[name]), name
+    last = tmp_path / "model-00003-of-00003.gguf"
+    with pytest.raises(CheckpointError, match=r"00003\.gguf is one of several: name the first of them"):
+        opsmith.load(last)
+    with pytest.raises(CheckpointError, match="is one of several: name the first of them"):
+        opsmith.load(first.rename(tmp_path / "other.gguf"))
+    (tmp_path / "other.gguf").rename(first)
+    last.unlink()
+    with pytest.raises(CheckpointError, match=r"00003-of-00003\.gguf cannot be read: No such file"):
+        opsmith.load(first)
+    last.write_bytes((tmp_path / "model-00002-of-00003.gguf").read_bytes())
+    with pytest.raises(CheckpointError, match=r"its parts have \d+ tensors, not 27; copy them again"):
+        opsmith.load(first)
 
 
 def damaged(file: Path, at: int, value: bytes) -> Path:

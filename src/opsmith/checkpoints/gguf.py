@@ -33,12 +33,17 @@ _SIZES = {  # of a configuration, that not every architecture's is passed on
     "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
     "attn_logit_softcapping": "attn_logit_softcapping",
     "final_logit_softcapping": "final_logit_softcapping",
+    "norm_eps": "attention.layer_norm_epsilon",
+    "original_max_position_embeddings": "rope.scaling.original_context_length",
 }
 # Layers of the Gemmas of 27 billion weights, which scale attention by their width over their heads. No file says so:
 # llama.cpp knows these models by their layers too.
 _BY_WIDTH = {"gemma2": 46, "gemma3": 62}
 _SCALED = {"factor": "factor", "original_max_position_embeddings": "original_context_length"}
 _FREQUENCIES = "rope_freqs.weight"  # what the frequencies of a Llama 3.1 or later are divided by
+_FACTORS = {
+    f"{name}_factor": f"rope_factors_{name}.weight" for name in ("long", "short")
+}  # the same of Phi's
 
 
 def _pairs_apart(config: Any, name: str, rows: Tensor) -> Tensor:
@@ -77,8 +82,6 @@ def load(file: Path, dtype: torch.dtype) -> nn.Module:
     except ImportError as error:
         raise CheckpointError(f'{error.name} is not installed: pip install "opsmith[llm]"') from error
     found = header.read(file)
-    if (parts := found.values.get("split.count", 1)) not in (0, 1):
-        raise CheckpointError(f"{file} is one of {parts} parts: llama-gguf-split --merge puts them together")
     architecture = found.values.get("general.architecture")
     if architecture not in _ROWS:
         raise CheckpointError(
@@ -88,9 +91,7 @@ def load(file: Path, dtype: torch.dtype) -> nn.Module:
         )
     layers = found.values.get(f"{architecture}.block_count")
     if not isinstance(layers, int) or not 0 < layers <= len(found.tensors):
-        raise CheckpointError(
-            f"{file} does not load: it has {layers} layers and {len(found.tensors)} tensors"
-        )
+        raise CheckpointError(f"{file}: it has {layers} layers and {len(found.tensors)} tensors")
     with refused(f"{file}: its values make no model"):
         config = _config(found)
         model = model_of(config, dtype)
@@ -112,21 +113,27 @@ def _config(found: Header) -> Any:
     if (table := found.tensors.get("token_embd.weight")) is not None:
         config.vocab_size = table.shape[0]
     architecture = found.values["general.architecture"]
+    if architecture == "llama" and (experts := found.values.get("llama.expert_count")):
+        its = {
+            "num_local_experts": experts,
+            "num_experts_per_tok": found.values.get("llama.expert_used_count"),
+        }
+        config = transformers.MixtralConfig(**config.to_dict() | its | {"model_type": "mixtral"})
     for name, key in _SIZES.items():
         size = found.values.get(f"{architecture}.{key}")
-        if size is not None and getattr(config, name, None) is not None:
+        if size and hasattr(config, name):
             setattr(config, name, size)
     if config.num_hidden_layers == _BY_WIDTH.get(architecture):
         config.query_pre_attn_scalar = config.hidden_size // config.num_attention_heads
-    _rotate(config, found.values, architecture)
+    _rotate(config, found, architecture)
     return config
 
 
-def _rotate(config: Any, values: dict[str, Any], architecture: str) -> None:
+def _rotate(config: Any, found: Header, architecture: str) -> None:
     """Have rotations as a file says, which not every architecture's are passed on; Gemma 3's layers that slide have
     frequencies of their own, which no file names.
     """
-    own = config.rope_parameters.get("full_attention", config.rope_parameters)
+    values, own = found.values, config.rope_parameters.get("full_attention", config.rope_parameters)
     if (base := values.get(f"{architecture}.rope.freq_base")) is not None:
         own["rope_theta"] = base
     if (part := values.get(f"{architecture}.rope.dimension_count")) and "partial_rotary_factor" in own:
@@ -136,6 +143,9 @@ def _rotate(config: Any, values: dict[str, Any], architecture: str) -> None:
     said: dict[str, Any] = {
         name: values.get(f"{architecture}.rope.scaling.{name}") for name in ("type", *_SCALED.values())
     }
+    if _FACTORS["long_factor"] in found.tensors:
+        own |= {n: found.rows(of).view(torch.float32).flatten().tolist() for n, of in _FACTORS.items()}
+        own["rope_type"] = "longrope"
     if said["type"] in (None, "none"):
         return
     if said["type"] not in ("linear", "yarn"):
@@ -169,7 +179,9 @@ class _Filling:
             if of is None or self.found.tensors[of].type.lower() not in BLOCKS:
                 continue
             if of not in tied:
-                tied[of] = self.packed(of, module.weight)
+                rows = self.read(of, module.weight)
+                with refused(f"{self.found.file} does not load: {of}"):
+                    tied[of] = PackedLinear.from_blocks(rows, format=self.found.tensors[of].type.lower())
             packed = tied[of]
             if isinstance(module, nn.Embedding):
                 factor = factor_of(module)
@@ -192,7 +204,7 @@ class _Filling:
         self.frequencies(model)
         if self.unread:
             raise self.wrong(
-                f"{min(self.unread)} and {len(self.unread) - 1} other tensors belong to no layer of it"
+                f"{min(self.unread)} and {len(self.unread) - 1} other tensors belong to no layer"
             )
 
     def of(self, path: str, name: str) -> str | None:
@@ -206,20 +218,12 @@ class _Filling:
             wanted = f"token_embd.{name}"  # which it is tied to
         return wanted if wanted in self.found.tensors else None
 
-    def packed(self, name: str, weight: Tensor) -> PackedLinear:
-        rows = self.read(name, weight)
-        try:
-            return PackedLinear.from_blocks(rows, format=self.found.tensors[name].type.lower())
-        except ValueError as error:
-            raise self.wrong(f"{name}: {error}") from error
-
     def experts(self, path: str, module: Any) -> list[PackedExperts | nn.Parameter]:
         """Gate and up of a mixture together, and down: packed where the file has them in formats that stay."""
         parts = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
         names = {one: [self.of(f"{path}.{name}", "weight") for name in of] for one, of in parts.items()}
-        kinds = [{self.found.tensors[n].type.lower() for n in its if n} for its in names.values()]
+        kinds = [{str(n and self.found.tensors[n].type).lower() for n in its} for its in names.values()]
         packed = all(len(its) == 1 and its <= BLOCKS.keys() for its in kinds)
-        packed = packed and not any(None in its for its in names.values())
         made: list[PackedExperts | nn.Parameter] = []
 
         def together(these: Sequence[Tensor], dim: int) -> Tensor:
@@ -244,14 +248,11 @@ class _Filling:
                 made.append(nn.Parameter(rows, requires_grad=False))
                 continue
             each = [self.read(name, wanted).view(e, n // len(its), -1) for name in its if name]
-            try:
-                layers = (
-                    PackedLinear.from_blocks(together(some, 0), format=kind)
-                    for some in zip(*each, strict=True)
+            with refused(f"{self.found.file} does not load: {its[0]}"):
+                them = (
+                    PackedLinear.from_blocks(together(t, 0), format=kind) for t in zip(*each, strict=True)
                 )
-                made.append(PackedExperts.of(layers, e))
-            except ValueError as error:
-                raise self.wrong(f"{its[0]}: {error}") from error
+                made.append(PackedExperts.of(them, e))
         return made
 
     def floats(self, name: str | None, path: str, wanted: Tensor) -> Tensor:
@@ -286,10 +287,10 @@ class _Filling:
 
     def frequencies(self, model: nn.Module) -> None:
         """Divide a rotation's frequencies by what the file has for that."""
+        self.unread -= {_FREQUENCIES, *_FACTORS.values()}
         if _FREQUENCIES not in self.found.tensors:
             return
         by = self.found.rows(_FREQUENCIES).view(torch.float32).flatten()
-        self.unread.discard(_FREQUENCIES)
         for module in model.modules():
             held: Any = getattr(module, "inv_freq", None)
             if isinstance(held, Tensor):

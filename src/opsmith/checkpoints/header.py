@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -30,8 +30,9 @@ class CheckpointError(ValueError):
 
 @dataclass(frozen=True)
 class Tensor:
-    """Where a tensor lies in its file."""
+    """Where a tensor lies."""
 
+    file: Path
     name: str
     type: str  # as gguf calls it: "F32", "Q4_K", ...
     shape: tuple[int, ...]  # [rows, numbers of a row], as PyTorch has them
@@ -46,7 +47,17 @@ class Header:
     file: Path
     values: dict[str, Any]
     tensors: dict[str, Tensor]
-    plain: bytes  # as a file of its own, without _SCALING and a tokenizer's lists, with one number for each tensor
+    kept: list[bytes]  # the values as they lie in the file, without _SCALING and a tokenizer's lists
+
+    @property
+    def plain(self) -> bytes:
+        """A file of its own of what is kept, with one number for each tensor."""
+        alignment = self.values.get("general.alignment", 32)
+        made = [_MAGIC, struct.pack("<IQQ", _VERSIONS[-1], len(self.tensors), len(self.kept)), *self.kept]
+        for i, name in enumerate(map(str.encode, self.tensors)):
+            made += [struct.pack("<Q", len(name)), name, struct.pack("<IQIQ", 1, 1, _FLOAT, i * alignment)]
+        head = b"".join(made)
+        return head + bytes(-len(head) % alignment + alignment * len(self.tensors))
 
     def rows(self, name: str) -> torch.Tensor:
         """The bytes of a tensor's rows, [rows, bytes] uint8, read from the file.
@@ -56,25 +67,41 @@ class Header:
         """
         tensor = self.tensors[name]
         found = torch.empty(tensor.nbytes, dtype=torch.uint8)
-        with self.file.open("rb") as opened:
+        with tensor.file.open("rb") as opened:
             opened.seek(tensor.offset)
             into: Any = found.numpy()
             got = opened.readinto(into)
         if got != tensor.nbytes:
             raise CheckpointError(
-                f"{self.file}: {name} ends after {got} of {tensor.nbytes} bytes; copy it again"
+                f"{tensor.file}: {name} ends after {got} of {tensor.nbytes} bytes; copy it again"
             )
         return found.view(math.prod(tensor.shape[:-1]), -1)
 
 
 def read(file: Path) -> Header:
-    """Read the header of a GGUF file.
+    """Read the header of a GGUF file; where it is the first of several that a model was split into, of all of them.
 
     Every count, length and offset is held to the size of the file before memory is asked for.
 
     Raises:
         CheckpointError: there is no such file, or it is no whole GGUF file.
     """
+    first = _part(file)
+    if (count := first.values.get("split.count", 1)) in (0, 1):
+        return first
+    stem, _, end = file.name.rpartition("-00001-of-")
+    if not isinstance(count, int) or end != f"{count:05}.gguf":
+        raise CheckpointError(f"{file} is one of several: name the first of them, -00001-of-...")
+    others = (_part(file.with_name(f"{stem}-{i:05}-of-{count:05}.gguf")) for i in range(2, count + 1))
+    tensors = first.tensors | {name: t for other in others for name, t in other.tensors.items()}
+    if len(tensors) != (counted := first.values.get("split.tensors.count")):
+        raise CheckpointError(
+            f"{file}: its parts have {len(tensors)} tensors, not {counted}; copy them again"
+        )
+    return replace(first, tensors=tensors)
+
+
+def _part(file: Path) -> Header:
     try:
         size = file.stat().st_size
         with file.open("rb") as opened:
@@ -153,7 +180,7 @@ class _Reader:
         if not isinstance(alignment, int) or not 0 < alignment <= 1 << 20 or alignment & alignment - 1:
             raise self.wrong(f"an alignment of {alignment!r}")
         start = -(-self.opened.tell() // alignment) * alignment
-        found = {t.name: Tensor(t.name, t.type, t.shape, start + t.offset, t.nbytes) for t in infos}
+        found = {t.name: replace(t, offset=start + t.offset) for t in infos}
         if len(found) < len(infos):
             raise self.wrong("two tensors have one name")
         end = start
@@ -163,7 +190,7 @@ class _Reader:
             end = tensor.offset + tensor.nbytes
             if end > self.size:
                 raise self.wrong(f"{tensor.name[:64]!r} ends at byte {end} of {self.size}")
-        return Header(self.file, values, found, _plain(version, kept, list(found), alignment))
+        return Header(self.file, values, found, kept)
 
     def info(self) -> Tensor:
         from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
@@ -182,13 +209,4 @@ class _Reader:
         numbers, size = GGML_QUANT_SIZES[of]
         if shape[-1] % numbers:
             raise self.wrong(f"{name[:64]!r} has rows of {shape[-1]}, which are no blocks of {of.name}")
-        return Tensor(name, of.name, shape, offset, math.prod(shape) // numbers * size)
-
-
-def _plain(version: int, values: list[bytes], names: list[str], alignment: int) -> bytes:
-    made = [_MAGIC, struct.pack("<IQQ", version, len(names), len(values)), *values]
-    for i, name in enumerate(names):
-        encoded = name.encode()
-        made += [struct.pack("<Q", len(encoded)), encoded, struct.pack("<IQIQ", 1, 1, _FLOAT, i * alignment)]
-    head = b"".join(made)
-    return head + bytes(-len(head) % alignment + alignment * len(names))
+        return Tensor(self.file, name, of.name, shape, offset, math.prod(shape) // numbers * size)

@@ -131,6 +131,13 @@ def floats_of_one_scale(n: int, k: int) -> tuple[Tensors, torch.Tensor]:
     return {"weight": numbers, "weight_scale": scale, "input_scale": torch.rand(1)}, numbers.float() * scale
 
 
+def floats_of_a_number(n: int, k: int) -> tuple[Tensors, torch.Tensor]:
+    """As Mistral's folders have them."""
+    numbers, scale = (torch.randn(n, k) * 16).to(torch.float8_e4m3fn), torch.rand(()).bfloat16() / 256
+    parts = {"weight": numbers, "weight_scale_inv": scale, "activation_scale": torch.rand(())}
+    return parts, numbers.float() * scale
+
+
 def pairs_of_compressed(n: int, k: int) -> tuple[Tensors, torch.Tensor]:
     bytes_, scale = torch.randint(0, 256, (n, k // 2)).byte(), torch.randint(118, 123, (n, k // 32)).byte()
     values = torch.tensor([*FP4_VALUES])[torch.stack((bytes_ & 15, bytes_ >> 4), 2).flatten(1).int()]
@@ -162,6 +169,10 @@ KINDS: dict[str, Kind] = {
     ),
     "awq": (awq, {"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm"}, "int4"),
     "fp8": (fp8, {"quant_method": "fp8", "weight_block_size": [128, 128]}, "fp8"),
+    "fp8 of one scale": (floats_of_one_scale, {"quant_method": "fp8"}, "fp8"),
+    "fp8 of a number": (floats_of_a_number, {"quant_method": "fp8", "weight_block_size": None}, "fp8"),
+    "fbgemm": (floats_of_compressed, {"quant_method": "fbgemm_fp8"}, "fp8"),
+    "modelopt": (floats_of_one_scale, {"quant_method": "modelopt", "quant_algo": "FP8"}, "fp8"),
     "four bits": (words_of_compressed, compressed(4), "int4"),
     "four bits, rows": (words_of_rows, compressed(4, group=None), "int4"),
     "four bits, actorder": (words_of_activations, compressed(4), "int4"),
@@ -304,8 +315,8 @@ def test_a_mixture_is_loaded_and_generates(kind: str, name: str, tmp_path: Path)
     )
     others = first.replace("up_proj", "gate_proj").replace("w3", "w1")  # which it is put together with
     tensors = load_file(tmp_path / "model.safetensors")
-    says = "weight_scale_inv" if kind == "fp8" else "scales"
-    del tensors[f"{first}.{says}"]
+    del tensors[f"{first}.weight_scale_inv" if kind == "fp8" else f"{first}.scales"]
+    says = "weight_scale" if kind == "fp8" else "scales"
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match=rf"{others}: it has no '{says}'"):
         loaded(tmp_path)
@@ -372,7 +383,7 @@ def test_gpt_oss_is_loaded_as_it_was_published(tmp_path: Path) -> None:
 
 def test_experts_in_the_order_of_activations_are_refused(tmp_path: Path) -> None:
     mixture(tmp_path, "gptq, desc_act", "mixtral")
-    with pytest.raises(CheckpointError, match=r"experts.0.w1: its columns are in the order of activations"):
+    with pytest.raises(CheckpointError, match=r"experts: .*layer 0 has columns in the order of activations"):
         loaded(tmp_path)
 
 
@@ -396,6 +407,39 @@ def test_layers_have_the_folders_numbers(kind: str, tmp_path: Path) -> None:
         bound = 0.1 if format == "int8_dynamic" else 1e-5
         assert float((model(ids).logits - exact).abs().max() / exact.abs().max()) < bound
     assert model.lm_head.weight.equal(right.lm_head.weight)
+
+
+def test_some_layers_have_other_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """GPTQModel says of which by their names."""
+
+    def make(n: int, k: int) -> tuple[Tensors, torch.Tensor]:
+        return (bytes_of_gptq if k == 160 else gptq)(n, k)
+
+    how: dict[str, Any] = {"quant_method": "gptq", "bits": 4, "group_size": GROUP}
+    how["dynamic"] = {r"-:.*lm_head.*": {}, r"+:.*\.down_proj.*": {"bits": 8}}
+    monkeypatch.setitem(KINDS, "gptq", (make, how, ""))
+    right, model = written(tmp_path, "gptq"), loaded(tmp_path)
+    packed = {path: m for path, m in model.named_modules() if isinstance(m, PackedLinear)}
+    assert {path.rpartition(".")[2] for path, m in packed.items() if m.format == "q8_0"} == {"down_proj"}
+    for path, module in packed.items():
+        assert module.dequantize().equal(right.get_submodule(path).weight), path
+
+
+def test_a_folder_whose_configuration_says_nothing(tmp_path: Path) -> None:
+    """Numbers without their scales are no weights."""
+    right = written(tmp_path, "modelopt")
+    data = json.loads((tmp_path / "config.json").read_text())
+    del data["quantization_config"]
+    (tmp_path / "config.json").write_text(json.dumps(data))
+    with pytest.raises(CheckpointError, match=r"proj.weight_scale, but config.json no quantization_config"):
+        opsmith.load(tmp_path)
+    how = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8"}}
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(how))
+    ids = torch.randint(0, 96, (1, 9))
+    with torch.no_grad():
+        assert opsmith.load(tmp_path, config=Config(tune=False))(ids).logits.allclose(
+            right(ids).logits, atol=1e-5
+        )
 
 
 @pytest.mark.parametrize("kind", ["awq", "gptq, desc_act"])
@@ -483,7 +527,24 @@ def test_what_is_not_known_is_refused(tmp_path: Path) -> None:
             "it has .* torch.float8_e4m3fn for .*q_proj",
         ),
         ("awq", {"version": "gemv"}, len, "its version is 'gemv', where gemm is known"),
-        ("fp8", {"weight_block_size": [64, 64]}, len, r"its blocks are \[64, 64\]"),
+        (
+            "fp8",
+            {"weight_block_size": [64, 64]},
+            lambda t: t.update({"model.layers.0.mlp.up_proj.weight_scale_inv": torch.ones(3, 1)}),
+            r"up_proj: .*scale must be float32 \[2, 1\], .* got float32 \[3, 1\]",
+        ),
+        (
+            "four bits",
+            {},
+            lambda t: t.update({f"{first}.weight_scale": torch.ones(64, 4).to(torch.float8_e4m3fn)}),
+            r"its scales are float8 \(nvfp4\)",
+        ),
+        (
+            "awq",
+            {},
+            lambda t: t.update({"model.layers.0.mlp.act.scales": torch.ones(160)}),
+            "mlp.act.scales: scales of activations are not known",
+        ),
         (
             "eight bits",
             {},

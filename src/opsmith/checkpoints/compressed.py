@@ -36,16 +36,16 @@ def to_words(numbers: Tensor, bits: int) -> Tensor:
     return numbers.contiguous().view(torch.int32)
 
 
-def from_words(words: Tensor, bits: int, k: int | None = None) -> Tensor:
+def from_words(words: Tensor, bits: Any, k: int | None = None) -> Tensor:
     """The numbers [n, k] in words of rows, by default all that there are.
 
     Raises:
-        ValueError: for what are no words.
+        ValueError: for what are no words, or others than of 4 or 8 bits.
     """
+    if bits not in (4, 8):
+        raise ValueError(f"it has {bits} bits, where 4 and 8 are known")
     if words.dtype != torch.int32 or words.dim() != 2:
-        raise ValueError(
-            f"its words must be int32 in rows and columns, got {words.dtype} {list(words.shape)}"
-        )
+        raise ValueError(f"words must be int32 in rows and columns, got {words.dtype} {list(words.shape)}")
     numbers = words.contiguous().view(torch.uint8)
     if bits == 4:
         numbers = torch.stack((numbers & 15, numbers >> 4), 2).flatten(1)
@@ -69,13 +69,7 @@ def write(layer: PackedLinear, rows: slice = slice(None)) -> tuple[Scheme | None
     assert layer.scale is not None
     q = unpack_integers(layer.weight, format, layer.scale.shape[-1], k)[rows]
     scale = layer.scale[..., rows].t() if layer.group_size else layer.scale[rows, None]
-    weights: Scheme = {
-        "num_bits": 8,
-        "type": "int",
-        "symmetric": True,
-        "strategy": "channel",
-        "dynamic": False,
-    }
+    weights = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False}
     if format == "fp8":
         if layer.group_size:
             blocks = scale[::BLOCK]
@@ -90,15 +84,11 @@ def write(layer: PackedLinear, rows: slice = slice(None)) -> tuple[Scheme | None
         return _scheme("float-quantized", weights), parts
     if format == "mxfp4":
         if k % layer.group_size:
-            raise ValueError(
-                f"it has rows of {k} numbers, where mxfp4 has whole groups of {layer.group_size}"
-            )
+            raise ValueError(f"rows of {k} numbers, where mxfp4 has whole groups of {layer.group_size}")
         weights |= {"num_bits": 4, "type": "float", "strategy": "group", "group_size": layer.group_size}
         weights["scale_dtype"] = "torch.uint8"
-        return _scheme("mxfp4-pack-quantized", weights), {
-            "weight_packed": to_words(q, 4).view(torch.uint8),
-            "weight_scale": scale,
-        }
+        parts = {"weight_packed": to_words(q, 4).view(torch.uint8), "weight_scale": scale}
+        return _scheme("mxfp4-pack-quantized", weights), parts
     if format == "int8_dynamic":
         inputs = weights | {"strategy": "token", "dynamic": True}
         parts = {"weight": (q ^ 128).view(torch.int8), "weight_scale": scale}
@@ -149,6 +139,8 @@ def read(parts: Parts, scheme: Scheme) -> PackedLinear:
     scale = parts["weight_scale"]
     if scale.dtype == torch.uint8:
         return PackedLinear.from_float4(parts["weight_packed"], scale)
+    if scale.dtype == torch.float8_e4m3fn:
+        raise ValueError("its scales are float8 (nvfp4), where floats of 4 bits have powers of two (mxfp4)")
     whole, zero = parts.get("weight"), parts.get("weight_zero_point")
     # Symmetric layers may have zeros too, all of them 0.
     if whole is not None and zero is not None and bool(zero.float().any()):
@@ -161,14 +153,11 @@ def read(parts: Parts, scheme: Scheme) -> PackedLinear:
     if "weight_packed" not in parts:
         return PackedLinear.from_int8(parts["weight"], scale.float().flatten(), dynamic=inputs is not None)
     bits, group = weights.get("num_bits"), weights.get("group_size")
-    if bits not in (4, 8):
-        raise ValueError(f"it has {bits} bits, where 4 and 8 are known")
     n, k = (int(size) for size in parts["weight_shape"])
     q = from_words(parts["weight_packed"], bits, k)
+    zeros = None if zero is None else from_words(zero.t(), bits, n)
     if bits == 4:
-        zeros = None if zero is None else from_words(zero.t(), 4, n).to(torch.int8)
         return four_bits(q, scale.t(), zeros, group, parts.get("weight_g_idx"))
-    zeros = None if zero is None else from_words(zero.t(), 8, n)
     return eight_bits(q, scale, zeros, group, parts.get("weight_g_idx"), inputs is not None)
 
 
@@ -179,6 +168,7 @@ def four_bits(
     if group in (None, -1) and scale.shape[0] == 1:
         group, groups, count = GROUPS[-1], None, -(-q.shape[1] // GROUPS[-1])
         scale, zero = scale.expand(count, -1), None if zero is None else zero.expand(count, -1)
+    zero = None if zero is None else zero.to(torch.int8)
     return PackedLinear.from_int4(q, scale, zero, group_size=int(group or 0), groups=groups)
 
 
@@ -191,9 +181,7 @@ def eight_bits(
     n, k = q.shape
     group = int(group) if group and group > 0 else k
     if groups is not None and not groups.equal(torch.arange(k, dtype=groups.dtype) // group):
-        raise ValueError(
-            "its 8 bits are in the order of activations (actorder), where 4 bits in it are known"
-        )
+        raise ValueError("its 8 bits are in the order of activations, where 4 bits in it are known")
     if scale.shape[1] == 1:
         return PackedLinear.from_int8((q ^ 128).view(torch.int8), scale.float().flatten(), dynamic=dynamic)
     half = scale.half()

@@ -63,7 +63,10 @@ def configuration(folder: Path) -> Any:
         raise CheckpointError('transformers is not installed: pip install "opsmith[hf]"') from error
     check(folder)
     with quiet(), refused(f"{folder / 'config.json'}"):
-        return transformers.AutoConfig.from_pretrained(folder, **LOCAL)
+        config = transformers.AutoConfig.from_pretrained(folder, **LOCAL)
+    if (folder / "hf_quant_config.json").is_file() and getattr(config, "quantization_config", None) is None:
+        config.quantization_config = {"quant_method": "modelopt"}  # which has it in a file of its own
+    return config
 
 
 def load(folder: Path, config: Any = None) -> nn.Module:
@@ -102,6 +105,8 @@ def load(folder: Path, config: Any = None) -> nn.Module:
             f"config.json and the weights in {folder} do not belong together: {name} is "
             f"{list(there)} in the file and {list(wanted)} by config.json"
         )
+    if scales := [name for name in info["unexpected_keys"] if "weight_scale" in name]:
+        raise CheckpointError(f"{folder} has {min(scales)}, but config.json no quantization_config for it")
     if missing := sorted(info["missing_keys"]):
         whole = len(missing) == len(model.state_dict())
         what = f"no weight in {folder} belongs to a {type(model).__name__}"

@@ -8,6 +8,7 @@ Source: the checkpoints of AutoGPTQ and GPTQModel, AutoAWQ, compressed-tensors, 
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -34,48 +35,40 @@ Make = Callable[[Parts, dict[str, Any]], PackedLinear]
 
 
 def _gptq(parts: Parts, how: dict[str, Any]) -> PackedLinear:
-    bits, group = _grouped(how.get("bits"), how.get("group_size"), 4, 8)
+    bits, group = how.get("bits"), how.get("group_size")
     if (form := how.get("checkpoint_format", "gptq")) not in ("gptq", "gptq_v2"):
         raise ValueError(f"its checkpoint_format is {form!r}, where gptq and gptq_v2 are known")
     q, groups = from_words(parts["qweight"].t(), bits), parts.get("g_idx")
     zero = from_words(parts["qzeros"], bits, len(q)) + (form == "gptq")  # saved as one less
     if bits == 8:
         return compressed.eight_bits(q, parts["scales"].t(), zero, group, groups)
-    return compressed.four_bits(q, parts["scales"], zero.to(torch.int8), group, groups)
+    return compressed.four_bits(q, parts["scales"], zero, group, groups)
 
 
 def _awq(parts: Parts, how: dict[str, Any]) -> PackedLinear:
-    _, group = _grouped(how.get("bits", how.get("w_bit")), how.get("group_size", how.get("q_group_size")), 4)
+    if (bits := how.get("bits", how.get("w_bit"))) != 4:
+        raise ValueError(f"it has {bits} bits, where 4 are known")
     if (version := str(how.get("version", "gemm")).lower()) != "gemm":
         raise ValueError(f"its version is {version!r}, where gemm is known")
     words = (from_words(parts[name], 4).unflatten(1, (-1, 8)) for name in ("qweight", "qzeros"))
     q, zero = (eights[..., _AWQ_ORDER].flatten(1) for eights in words)
-    return compressed.four_bits(q.t(), parts["scales"], zero.to(torch.int8), group, None)
-
-
-def _fp8(parts: Parts, how: dict[str, Any]) -> PackedLinear:
-    if (block := how.get("weight_block_size")) not in (None, [128, 128], (128, 128)):
-        raise ValueError(f"its blocks are {block}, where 128 by 128 are known")
-    return PackedLinear.from_float8(parts["weight"], parts["weight_scale_inv"].float())
+    group = how.get("group_size", how.get("q_group_size"))
+    return compressed.four_bits(q.t(), parts["scales"], zero, group, None)
 
 
 def _mxfp4(parts: Parts, how: dict[str, Any]) -> PackedLinear:
     return PackedLinear.from_float4(parts["blocks"].flatten(1), parts["scales"])
 
 
-def _grouped(bits: Any, group: Any, *known: int) -> tuple[int, Any]:
-    if bits not in known:
-        raise ValueError(f"it has {bits} bits, where {' and '.join(map(str, known))} are known")
-    return bits, group
-
-
 # With the ends of names, and which says that it is one.
 _METHODS: dict[str, tuple[Make, tuple[str, ...], str]] = {
     "gptq": (_gptq, ("qweight", "qzeros", "scales", "g_idx"), "qweight"),
     "awq": (_awq, ("qweight", "qzeros", "scales"), "qweight"),
-    "fp8": (_fp8, ("weight", "weight_scale_inv"), "weight_scale_inv"),
     "mxfp4": (_mxfp4, ("blocks", "scales"), "blocks"),
-    "compressed-tensors": (compressed.read, compressed.ENDS, "weight_scale"),
+    **dict.fromkeys(
+        ("fp8", "fbgemm_fp8", "modelopt", "compressed-tensors"),
+        (compressed.read, compressed.ENDS, "weight_scale"),
+    ),
 }
 
 
@@ -83,23 +76,23 @@ class _Files:
     """The tensors of all files of a folder, read when they are asked for."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.file = folder, dict[str, Path]()
+        self.folder, self.file = folder, dict[str, tuple[Path, str]]()
         for file in sorted(folder.glob("*.safetensors")):
             with safe_open(file, framework="pt") as opened:
-                for name in opened.keys():  # noqa: SIM118  no mapping
-                    if name in self.file:
-                        raise CheckpointError(
-                            f"{folder}: {name} is in {self.file[name].name} and in {file.name}"
-                        )
-                    self.file[name] = file
+                for of in opened.keys():  # noqa: SIM118  no mapping
+                    if (name := of.removesuffix("_inv")) in self.file:  # which DeepSeek's scales end in
+                        first = self.file[name][0].name
+                        raise CheckpointError(f"{folder}: {name} is in {first} and in {file.name}")
+                    self.file[name] = file, of
         self.unread = set(self.file)
 
     def get(self, name: str) -> Tensor | None:
         if name not in self.file:
             return None
         self.unread.discard(name)
-        with safe_open(self.file[name], framework="pt") as opened:
-            found: Tensor = opened.get_tensor(name)
+        file, of = self.file[name]
+        with safe_open(file, framework="pt") as opened:
+            found: Tensor = opened.get_tensor(of)
         return found
 
 
@@ -138,21 +131,15 @@ def load(folder: Path, config: Any, dtype: torch.dtype) -> nn.Module:
             if more:
                 each = (parts, *(parts_of(f"{other}.") for other in more))
                 parts = {end: _rows(end, [one.get(end) for one in each]) for end in parts}
-            packed = make(parts, compressed.scheme_of(how, path) if method == "compressed-tensors" else how)
+            its = how.get("dynamic") or {}  # what GPTQModel says of some layers
+            own = (its[at] for at in its if re.match(at.removeprefix("+:"), path))
+            said = compressed.scheme_of(how, path) if method == "compressed-tensors" else how | next(own, {})
+            packed = make(parts, said)
             if (got := (packed.out_features, packed.in_features)) != shape:
                 raise ValueError(f"it is {list(got)} where the configuration says {list(shape)}")
         except Exception as error:  # whatever damaged tensors, or a configuration of others, lead to
             what = f"it has no {error}" if isinstance(error, KeyError) else one_line(error)
             raise CheckpointError(f"{folder} does not load: {path}: {what}") from error
-        return packed
-
-    def expert(shape: tuple[int, ...], path: str, *more: str) -> PackedLinear:
-        packed = layer(shape, path, *more)
-        if packed.order is not None:
-            raise CheckpointError(
-                f"{folder} does not load: {path}: its columns are in the order of activations, which is known of "
-                "layers and not of experts"
-            )
         return packed
 
     def stacked(path: str, module: Any) -> PackedExperts:
@@ -171,8 +158,9 @@ def load(folder: Path, config: Any, dtype: torch.dtype) -> nn.Module:
             if f"{at}.0.{down}.{says}" in files.file:
                 e, n, k = module.gate_up_proj.shape
                 each = [f"{at}.{i}" for i in range(e)]
-                first = PackedExperts.of((expert((n, k), f"{i}.{gate}", f"{i}.{up}") for i in each), e)
-                last = PackedExperts.of((expert((k, n // 2), f"{i}.{down}") for i in each), e)
+                with refused(f"{folder} does not load: {at}"):
+                    first = PackedExperts.of((layer((n, k), f"{i}.{gate}", f"{i}.{up}") for i in each), e)
+                    last = PackedExperts.of((layer((k, n // 2), f"{i}.{down}") for i in each), e)
                 put_experts(model, path, first, last)
         if f"{path}.down_proj_{says}" in files.file:  # all experts' together
             put_experts(model, path, *(stacked(f"{path}.{name}", module) for name in PackedMixture.weights))
@@ -193,10 +181,10 @@ def load(folder: Path, config: Any, dtype: torch.dtype) -> nn.Module:
             value = _float(files, name, parameter, dtype)
             done[id(parameter)] = nn.Parameter(value, requires_grad=False)
         put(model, path, done[id(parameter)])
+    if scaled := [name for name in files.unread if name.endswith(".act.scales")]:  # by AWQ
+        raise CheckpointError(f"{folder} does not load: {min(scaled)}: scales of activations are not known")
     if files.unread:
-        _LOG.info(
-            "%s: %d tensors, %s first, belong to no layer", folder, len(files.unread), min(files.unread)
-        )
+        _LOG.info("%s: %d tensors, as %s, belong to no layer", folder, len(files.unread), min(files.unread))
     return model.eval()  # type: ignore[no-any-return]
 
 
@@ -206,9 +194,7 @@ def _rows(end: str, parts: list[Any]) -> Tensor:
         raise KeyError(end)
     if end == "weight_shape":
         return torch.stack([sum(t[0] for t in parts), parts[0][1]])
-    return (
-        parts[0] if end.endswith("g_idx") else torch.cat(parts, int(end in ("qweight", "qzeros", "scales")))
-    )
+    return parts[0] if "g_idx" in end else torch.cat(parts, int(end in ("qweight", "qzeros", "scales")))
 
 
 def as_mixtral(name: str) -> str:

@@ -390,6 +390,8 @@ class PackedExperts(PackedLinear):
         for number, layer in enumerate(layers):
             if not isinstance(layer, PackedLinear):
                 raise TypeError(f"PackedExperts: expected packed layers, got {type(layer).__name__}")
+            if layer.order is not None:
+                raise ValueError(f"PackedExperts: layer {number} has columns in the order of activations")
             if made is None:
                 made = _empty(cls, layer)
                 for name in _STATE:

@@ -161,7 +161,7 @@ def test_layers_whose_graphs_are_apart_are_all_counted() -> None:
     assert model.opsmith.report.found == {"rms_norm": 3, "linear": 3}
     code = Breaking.forward.__code__
     [said] = model.opsmith.report.breaks
-    assert said == f"test_report.py:{code.co_firstlineno + 2}: branching on the value of a TensorVariable()"
+    assert said == f"test_report.py:{code.co_firstlineno + 2}: branching on the value of a tensor"
     for text in (str(model.opsmith.report), model.opsmith.report.details()):
         assert f"the graph breaks at {said}" in text.splitlines()
         assert "next: nothing is found across a break" in text
@@ -197,6 +197,29 @@ def test_a_break_in_a_loop_is_told_though_no_graph_ends_there() -> None:
     assert said.startswith("Looping: ")
     assert "aten.nonzero" in said
     assert "  " not in said
+
+
+class LoopingLater(Looping):
+    """Whose loop is none that Dynamo leaves, until a call is longer."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+            if x.shape[1] > 8:
+                print(end="")
+        return x
+
+
+def test_a_break_that_a_later_call_meets_is_told_with_what_breaks_there() -> None:
+    model = LoopingLater().eval()
+    opsmith.optimize(model, torch.rand(2, 8, 64), config=UNTIMED)
+    assert model.opsmith.report.breaks == []
+    with torch.no_grad():
+        model(torch.rand(2, 9, 64))
+        model(torch.rand(2, 11, 64))
+    [said] = model.opsmith.report.breaks
+    assert said.startswith("LoopingLater: ")
+    assert "`print`" in said
 
 
 class Late(Breaking):

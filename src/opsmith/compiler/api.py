@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch._dynamo.utils import counters
 
 import opsmith.ops  # noqa: F401  the cards register themselves
 from opsmith import measure
@@ -43,9 +42,7 @@ def backend(gm: fx.GraphModule, example_inputs: Sequence[Any], **options: Any) -
     """
     config = Config.parse(options.get("options", options) or {}, "torch.compile options")
     if config.dtype is not None or config.device is not None or config.quantize is not None:
-        raise ValueError(
-            "torch.compile options: only opsmith.optimize changes a model's dtype, device or weights"
-        )
+        raise ValueError("torch.compile: only opsmith.optimize changes a model's dtype, device or weights")
     if config.frozen:  # a backend is asked when Dynamo has chosen its guards
         raise ValueError(
             "torch.compile options: frozen is chosen beside the backend's own options: "
@@ -152,7 +149,6 @@ def optimize(
         session.dtypes = {layer.weight.dtype for layer in layers}
         session.adjacent.of(model)
         show("capturing the model")
-        breaks = counters["graph_break"].copy()
         for args, kwargs in calls:
             if settings.quantize is not None and settings.verify:
                 session.packing.check(partial(model._call_impl, *args, **kwargs), ranks)
@@ -160,14 +156,9 @@ def optimize(
                 model(*args, **kwargs)
         if warm is not None:
             session.skipped = list(warm.run(model, session.selector))
-        said = [" ".join(" ".join(b.split("\n")[:2]).split()) for b in counters["graph_break"] - breaks]
-        if said and not session.breaks:  # in a loop: Dynamo leaves the whole frame, and no graph ends there
-            session.breaks[type(model).__name__] = said[0]
         if calls and not session.graphs and not session.unread:
-            why = next(iter(said), "TORCH_LOGS=graph_breaks says why")
-            raise RuntimeError(
-                f"optimize: PyTorch captured no graph of this model, which is as it was: {why}"
-            )
+            why = next(iter(session.breaks.values()), "TORCH_LOGS=graph_breaks says why")
+            raise RuntimeError(f"optimize: PyTorch captured no graph of this model, left as it was: {why}")
     except BaseException as error:
         restore(model)
         # Ctrl-C; and ranks whose model eager would run again on this one alone, in step with nobody.
@@ -242,10 +233,7 @@ def _settings(
     if settings.quantize_formats and settings.quantize is None:
         raise ValueError("optimize: quantize_formats names the formats of some layers; say quantize too")
     if settings.quantize_embedding and settings.quantize is None:
-        raise ValueError(
-            "optimize: quantize_embedding goes with quantize, which packs the layers beside it; "
-            'set quantize="int8" as well'
-        )
+        raise ValueError('optimize: quantize_embedding goes with quantize; set quantize="int8" as well')
     return settings
 
 

@@ -27,6 +27,7 @@ from opsmith.compiler.modules.conventions import rehearse
 from opsmith.compiler.modules.quantize import needed
 from opsmith.compiler.program.graph import Apart
 from opsmith.compiler.progress import show
+from opsmith.compiler.reasons import broken
 from opsmith.compiler.session import Part, Session
 from opsmith.decoding import NoState
 
@@ -155,7 +156,7 @@ class Entry:
         # Dynamo gives up the frame of a call that fails, unless it is `sure` that there is no break to begin again at.
         sure = self.general and before > 0
         self.compiled = self.compiled if before else self._begin()
-        capturing.ready = True
+        capturing.ready, known = True, torch._dynamo.utils.counters["graph_break"].copy()
         try:
             with _capturing(capturing.general, sure, left, self.whole):
                 result = self.compiled(*args, **kwargs)
@@ -169,6 +170,11 @@ class Entry:
                 result = self.compiled(*args, **kwargs)
         finally:
             capturing.general = capturing.ready = False
+        for why in map(broken, torch._dynamo.utils.counters["graph_break"] - known):
+            if (
+                why not in self.session.breaks.values()
+            ):  # in a loop: Dynamo leaves the frame, and no graph ends there
+                self.session.breaks.setdefault(type(self.model).__name__, why)
         # Behind a break no graph is general, and the next time the one before the break may be there already.
         self.general = self.general and len(self.session.parts) <= before + 1
         for error in left:

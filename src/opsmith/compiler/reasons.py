@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from textwrap import shorten
 
 
@@ -15,3 +16,11 @@ def one_line(error: BaseException) -> str:
     first = str(error).strip().partition("\n")[0]
     what = {KeyboardInterrupt: "interrupted", SystemExit: "the program exited"}.get(type(error))
     return shorten(f"{what or type(error).__name__}{first and ': '}{first}", 240, placeholder=" ...")
+
+
+def broken(reason: str) -> str:
+    """Why a graph ends, of all that Dynamo says of it: its name for that, and which call or operator it was."""
+    if reason.startswith(("generic_jump", "Data-dependent branching")):
+        return "branching on the value of a tensor"
+    title, more = reason.partition("\n")[0], re.search(r"(?:Explanation|context): (\S.*)", reason)
+    return shorten(f"{title}: {more[1]}" if more else title, 240, placeholder=" ...")

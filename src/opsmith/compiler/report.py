@@ -166,29 +166,20 @@ class Report:
 
     def hints(self) -> list[str]:
         """What to do next, a line each."""
-        lines = list(self.advice)
-        if self.rolled_back:
-            lines.append("rolled back sites run as the model wrote them: nothing is lost but speed")
-        if self.misses:
-            lines.append(
-                "a near miss that was meant to be the operator becomes one where it is written as expected"
-            )
-        if self.breaks:
-            lines.append(
-                "nothing is found across a break of the graph: docs/guide/faq.md says what breaks it"
-            )
-        if any(g.fault for g in self.graphs):
-            lines.append(
-                "a graph that could not be studied is a fault of opsmith: please report it with the line above"
-            )
-        return [f"next: {line}" for line in lines]
+        faults = [graph for graph in self.graphs if graph.fault]
+        said = {
+            "rolled back sites run as the model wrote them: nothing is lost but speed": self.rolled_back,
+            "a near miss that was meant to be the operator becomes one if written as expected": self.misses,
+            "nothing is found across a break of the graph: docs/guide/faq.md says what breaks it": self.breaks,
+            "a graph that could not be studied is a fault of opsmith: please report it with its line": faults,
+        }
+        return [f"next: {line}" for line in (*self.advice, *(line for line in said if said[line]))]
 
     def __str__(self) -> str:
         lines = self._summary()
         lines += _few("", ((line.partition(":")[0], line) for line in self._latent_lines()))
         lines += self.quantized_lines
-        unpacked = ((q.why, str(q)) for q in self.quantized if not q.of_few_bits)
-        lines += _few("not quantized: ", unpacked)
+        lines += _few("not quantized: ", ((q.why, str(q)) for q in self.quantized if not q.of_few_bits))
         lines += _few("rolled back: ", self._told("rolled back"))
         lines += _few("left as it was: ", self._told("left"))
         lines += _few("not the fastest: ", self._told("kept"))

@@ -37,7 +37,7 @@ from opsmith.compiler.program.graph import Apart, CompiledGraph
 from opsmith.compiler.program.sites import SPENT, GraphReport
 from opsmith.compiler.progress import show
 from opsmith.compiler.prove.proofs import Proofs
-from opsmith.compiler.reasons import raised
+from opsmith.compiler.reasons import broken, raised
 from opsmith.compiler.report import Report
 from opsmith.installed import load_installed
 from opsmith.operator import registry
@@ -114,8 +114,7 @@ class Session:
         run, ended = self._whole(gm, example_inputs), getattr(gm, "compile_subgraph_reason", None)
         if ended is not None and ended.graph_break:
             at = ended.user_stack[-1]
-            why = ended.reason.partition("\n")[0].replace("generic_jump", "branching on the value of a")
-            self.breaks.setdefault(f"{Path(at.filename).name}:{at.lineno}", why)
+            self.breaks.setdefault(f"{Path(at.filename).name}:{at.lineno}", broken(ended.reason))
         if self.capturing.general:
             # What is captured behind a break could not be captured anew: the model has run up to there.
             self.capturing.general = torch.fx.experimental._config.backed_size_oblivious = False
@@ -250,9 +249,7 @@ class Session:
         learns = [*{s.training for s in self._shapes}] == [True]
         if self.unpacked >= _MUCH and config.quantize is None and not learns:
             size = f"{self.unpacked / 1e9:.2g} GB of weights in linear layers are read in each call"
-            lines.append(
-                f'{size}: quantize="int8" reads a byte a number, opsmith evaluate says what it loses'
-            )
+            lines.append(f'{size}: quantize="int8" reads a byte a number, opsmith evaluate says what is lost')
         slow = filter(None, map(measure.without_unit, self.dtypes))
         lines += [
             f"{why}, for all that opsmith leaves as it was; float32 or quantize avoids it" for why in slow

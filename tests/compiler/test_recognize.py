@@ -173,3 +173,44 @@ def test_what_an_operator_s_input_is_added_to_makes_no_near_miss(call: Any) -> N
 def test_a_product_of_batches_is_no_near_miss_of_a_layer(product: Any) -> None:
     found = recognized(product, inputs(((2, 3, 5, 8), (2, 3, 8, 4))), False)
     assert [str(m) for m in found.misses] == []
+
+
+def test_a_norm_of_a_sum_is_nearest_to_the_norm_that_it_is_of_the_sum() -> None:
+    """Not to one that takes a mean away, of one of the two."""
+
+    def outside(x: torch.Tensor, y: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        x = x + y
+        return x / (x.pow(2).mean(-1, keepdim=True).sqrt() + 1e-6) * w
+
+    (miss,) = recognized(outside, inputs(((2, 5, 32), (2, 5, 32), (32,))), True).misses
+    assert (miss.operator, miss.expected) == ("rms_norm", "the power -0.5 of (eps + mean(x^2))")
+
+
+def test_an_activation_behind_a_layer_that_approximates_another_is_a_near_miss() -> None:
+    def layer(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        y = torch.nn.functional.linear(x, w)
+        return 0.5 * y * (1 + torch.tanh(0.8 * (y + 0.044715 * y**3)))
+
+    (miss,) = recognized(layer, [torch.randn(2, 5, 32), torch.randn(64, 32)], True).misses
+    assert miss.operator == "gelu"
+
+
+def test_weights_divided_by_their_sum_are_no_near_miss_of_a_norm() -> None:
+    """As a router of experts gives them (DeepSeek-V3): no square is among them."""
+
+    def routed(x: torch.Tensor) -> torch.Tensor:
+        weights = x.sigmoid().gather(-1, x.topk(2, dim=-1).indices)
+        return weights / (weights.sum(-1, keepdim=True) + 1e-20) * 2.5
+
+    assert [str(m) for m in recognized(routed, [torch.randn(6, 8)], False).misses] == []
+
+
+def test_shifted_scores_are_no_near_miss_of_a_layer() -> None:
+    """A product of queries and positions for each head, which is laid otherwise (XLNet)."""
+
+    def shifted(q: torch.Tensor, r: torch.Tensor) -> torch.Tensor:
+        scores = torch.einsum("ibnd,jbnd->bnij", q, r)
+        return scores.reshape(2, 3, 12, 6)[:, :, 1:, :].reshape(2, 3, 6, 11)[..., :6]
+
+    found = recognized(shifted, [torch.randn(6, 2, 3, 8), torch.randn(12, 2, 3, 8)], False)
+    assert [str(m) for m in found.misses] == []

@@ -35,9 +35,11 @@ class Mismatch:
     got: Poly | Atom | str = ""
     at: Poly | Atom | Node | None = None
 
-    def texts(self) -> tuple[str, str]:
+    def texts(self, holes: dict[str, float]) -> tuple[str, str]:
         """What was wanted and what stood there, as people read it: most mismatches are never reported."""
         expected, got = (v if isinstance(v, str) else show(v) for v in (self.expected, self.got))
+        for name, value in holes.items():
+            expected = expected.replace(f"{value:.6g}", name)
         return expected, got
 
 
@@ -60,7 +62,7 @@ class Matcher:
     def _fail(self, env: Binding, expected: Poly | Atom | str, got: Poly | Atom) -> Binding | None:
         """No binding; the mismatch is kept where it came closest, and where the main input has a say in it."""
         score = 4 * len(env) + self.level
-        if score > self.mismatch.score and (self.main is None or _mentions(got, self.main)):
+        if score > self.mismatch.score and (self.main is None or self.main in parts(got)):
             self.mismatch = Mismatch(score, expected, got, got)
         return None
 
@@ -138,7 +140,7 @@ class Matcher:
         (pa, pp), (ta, tp) = p, t
         if math.isclose(pp, tp, rel_tol=RTOL):
             return self._atom(pa, ta, env)
-        if pa.name == ta.name and pa.leaf is None:
+        if pa.name == ta.name and pa.leaf is None and _powers(pa) <= _powers(ta):
             self._fail(env, f"the power {pp:g} of {show(pa)}", ta)
         return None
 
@@ -156,7 +158,7 @@ class Matcher:
             perm = inverse(tuple(i - lacks for i in p.attrs[lacks:]))
             return self._poly(p.args[0], permute(self.space.from_atom(t), perm), env)
         if p.name != t.name or len(p.args) != len(t.args) or p.leaf is not None:
-            return self._fail(env, p, t)
+            return self._fail(env, p, t) if self.level else None
         if p.name == "join":
             return self._joined(p, t, env)
         agreed = self._attrs(p, t, env)
@@ -285,7 +287,7 @@ def _variable(atom: Atom | None) -> str | None:
 
 
 def _functions(mono: Mono) -> set[str]:
-    return {a.name for a, _ in mono.factors if a.leaf is None and a.name != "base"}
+    return {a.name for a, _ in mono.factors if a.leaf is None and a.name not in ("base", "matmul")}
 
 
 def _whole(atom: Atom) -> str | None:
@@ -295,18 +297,23 @@ def _whole(atom: Atom) -> str | None:
     return _variable(atom)
 
 
-def _mentions(term: Poly | Atom | Node | None, node: Node) -> bool:
-    """True where `node` stands within a term, other than in a product of matrices: that is another value."""
-    todo: list[Any] = [term]
-    seen: set[Any] = set()
-    while todo and node not in seen:
-        term = todo.pop()
+def parts(term: Any) -> Iterator[Any]:
+    """A term and all that stands within it, other than in a product of matrices: that is another value."""
+    todo, seen = [term], set()
+    while todo:
+        if (term := todo.pop()) in seen:
+            continue
+        seen.add(term)
+        yield term
         if isinstance(term, Atom):
             todo += (term.leaf,) if term.leaf is not None else term.args if term.name != "matmul" else ()
-        elif isinstance(term, Poly) and term not in seen:
+        elif isinstance(term, Poly):
             todo += [x for m, _ in term.terms for x in (m.expo, *(a for a, _ in m.factors))]
-        seen.add(term)
-    return node in seen
+
+
+def _powers(term: Atom) -> set[float]:
+    """Those of what stands within: whatever it is a power of itself, a mean of squares is no sum."""
+    return {p for t in parts(term) if isinstance(t, Poly) for m, _ in t.terms for _, p in m.factors if p > 1}
 
 
 def show(term: Poly | Atom, depth: int = 0) -> str:

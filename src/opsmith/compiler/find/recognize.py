@@ -24,7 +24,7 @@ from opsmith.compiler.algebra.terms import Atom, Poly, Space
 from opsmith.compiler.algebra.views import inverse
 from opsmith.compiler.capture.mutation import effects
 from opsmith.compiler.find.growth import grow
-from opsmith.compiler.find.match import Binding, Matcher, Mismatch
+from opsmith.compiler.find.match import Binding, Matcher, Mismatch, parts
 from opsmith.compiler.find.operands import (
     Made,
     is_triangle,
@@ -96,7 +96,7 @@ class _Finder:
         self.known = _known(tuple(t.pattern for t in self.templates))
         self.consumed: set[Node] = set()
         # Of a root for which no reading is right, the one that came closest, and how near.
-        self.near: dict[Node, tuple[tuple[int, int], Reading]] = {}
+        self.near: dict[Node, tuple[tuple[int, int, int], Reading]] = {}
 
     def run(self) -> Recognized:
         result = Recognized()
@@ -138,7 +138,7 @@ class _Finder:
     def _search(self, root: Node, window: Window) -> Site | None:
         """The site at a root by the first reading that gives one; where none does, the closest is kept in mind."""
         canons: dict[Any, Canon] = {}
-        closest, near, site = (-1, -1), None, None
+        closest, near, site = (-1, -1, 0), None, None
         for reading in self._readings(root, window):
             key = reading.template.pattern.recognition.keeps, reading.cut
             if key not in canons:
@@ -147,8 +147,11 @@ class _Finder:
             if isinstance(outcome, Site):
                 near, site = reading, outcome
                 break
-            # Attention that failed says more than a matmul that did.
-            if outcome is not None and (rank := (len(reading.template.term.names), outcome.score)) > closest:
+            if outcome is None:
+                continue
+            # Attention that failed says more than a matmul that did; of two norms the one that is as long.
+            wanted, got = (sum(1 for _ in parts(t)) for t in (reading.template.term, canons[key](root)))
+            if (rank := (len(reading.template.term.names), outcome.score, -abs(wanted - got))) > closest:
                 closest, near = rank, reading
         known = None
         if near is not None:
@@ -321,7 +324,7 @@ class _Finder:
             problem = self._try(root, reading, canon)
             if not isinstance(problem, Mismatch):
                 continue  # a root that is alike came close by this reading, and this one does not
-            at = _node_at(problem.at, canon) or root
+            at = next(n for n in (_node_at(problem.at, canon), root) if n and n not in reading.cut[:1])
             covered.update(region)
             no_miss = template.cut is not None and len(region) < MIN_COMPOSITE
             tensors = (n for n in region if isinstance(n.meta.get("val"), Tensor))
@@ -329,9 +332,8 @@ class _Finder:
             no_miss |= at in self.consumed and "matmul" not in template.term.names
             if no_miss or any(found.get(s) is template.card for n in region for s in n.all_input_nodes):
                 continue
-            misses.append(
-                Miss(template.card.name, root.name, *problem.texts(), at.name, where(at) or where(root))
-            )
+            said = problem.texts(template.holes)
+            misses.append(Miss(template.card.name, root.name, *said, at.name, where(at) or where(root)))
         return misses[::-1]
 
 
@@ -345,7 +347,7 @@ class Reading:
 
 
 # How near a reading came to a root, or None where it was right, and the numbers of its template and nodes.
-_Outcome = tuple[tuple[int, int] | None, int, list[int]]
+_Outcome = tuple[tuple[int, int, int] | None, int, list[int]]
 
 
 @lru_cache(maxsize=4)

@@ -24,6 +24,7 @@ from opsmith.decoding.cache import PagedLayer
 from opsmith.decoding.pages import Pages, Step
 
 NAME = "opsmith_step"  # of this attention in transformers' registry
+Maybe = Tensor | None
 
 
 class _Stateless(CacheLayerMixin):  # type: ignore[misc]  # transformers has no types
@@ -105,10 +106,10 @@ def attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: Maybe,
     scaling: float | None = None,
     softcap: float | None = None,
-    s_aux: Tensor | None = None,
+    s_aux: Maybe = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
     """Attention of a layer whose keys and values lie in pages, as transformers calls it."""
@@ -128,15 +129,7 @@ _LIBRARY.define(
 
 
 def _run(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sinks: Tensor | None,
-    layer: int,
-    scale: float,
-    softcap: float,
-    *,
-    y: Tensor,
+    q: Tensor, k: Tensor, v: Tensor, sinks: Maybe, layer: int, scale: float, softcap: float, *, y: Tensor
 ) -> None:
     call = decoding.call.laid
     if not isinstance(call, Calling):

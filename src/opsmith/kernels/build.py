@@ -195,7 +195,7 @@ class _Job:
 
 
 def _build(
-    jobs: Sequence[_Job], store: cache.Store, built_by: Compiler, force: bool, watch: Watch | None
+    jobs: list[_Job], store: cache.Store, built_by: Compiler, force: bool, watch: Watch | None
 ) -> bool:
     """Build into the store; False if a source changed meanwhile."""
     for job in jobs:
@@ -222,12 +222,7 @@ def _build(
 
 
 def _run(
-    jobs: Sequence[_Job],
-    store: cache.Store,
-    built_by: Compiler,
-    force: bool,
-    folder: Path,
-    watch: Watch | None,
+    jobs: list[_Job], store: cache.Store, built_by: Compiler, force: bool, folder: Path, watch: Watch | None
 ) -> bool:
     keys = {unit: key for job in jobs for unit, key in job.units.items()}
     base = (built_by.identity, *compiler.COMPILE_FLAGS)

@@ -17,7 +17,7 @@ from opsmith.measure.pool import tensors_of
 from opsmith.operator import Cost, Implementation, Make, Operator, Sample
 from opsmith.proof.baselines import Baseline, choose
 from opsmith.proof.conduct import conduct
-from opsmith.proof.passes import Backward, Forward, cold_data
+from opsmith.proof.passes import Backward, Calls, Forward, Pass, cold_data
 from opsmith.proof.verify import Finding, verify
 
 AGAINST = ("eager", "compile")
@@ -217,14 +217,7 @@ class _Run:
             else:
                 yield baseline.title, found
 
-    def _measure(
-        self,
-        one: Forward | Backward,
-        mine: Mapping[str, Callable[..., Any]],
-        into: Mapping[str, Callable[..., Any]],
-        theirs: Mapping[str, Callable[..., Any]],
-        notes: list[str],
-    ) -> Benchmark:
+    def _measure(self, one: Pass, mine: Calls, into: Calls, theirs: Calls, notes: list[str]) -> Benchmark:
         peak = {name: self._peak(one, call) for name, call in (*mine.items(), *into.items())}
         taking_part = {}
         for title, call in theirs.items():
@@ -283,17 +276,11 @@ class _Run:
             tuple(faults),
         )
 
-    def _peak(self, one: Forward | Backward, call: Callable[..., Any]) -> int:
+    def _peak(self, one: Pass, call: Callable[..., Any]) -> int:
         return measure.peak_bytes(partial(call, *one.inputs()), self.device)
 
     def _columns(
-        self,
-        one: Forward | Backward,
-        mine: Mapping[str, Callable[..., Any]],
-        into: Mapping[str, Callable[..., Any]],
-        theirs: Mapping[str, Callable[..., Any]],
-        peak: Mapping[str, int],
-        notes: list[str],
+        self, one: Pass, mine: Calls, into: Calls, theirs: Calls, peak: Mapping[str, int], notes: list[str]
     ) -> dict[str, measure.Comparison]:
         fresh, everyone = {**mine, **theirs}, {**mine, **into, **theirs}
         size = sum(t.nbytes for t in tensors_of(one.inputs()))
@@ -341,7 +328,7 @@ class _Run:
         return found
 
     def _graphs(
-        self, one: Forward | Backward, everyone: Mapping[str, Callable[..., Any]], pool: Any, notes: list[str]
+        self, one: Pass, everyone: Calls, pool: Any, notes: list[str]
     ) -> dict[str, measure.Comparison]:
         """Every contestant as a CUDA graph over the whole pool; those that cannot be captured are named."""
         sets = [pool[i] for i in range(len(pool))]

@@ -14,6 +14,8 @@ from opsmith.measure.pool import tensors_of, with_tensors
 from opsmith.operator import Cost, Kind, Operator, Sample
 from opsmith.proof.verify import forward, with_leaves
 
+Calls = Mapping[str, Callable[..., Any]]  # contestants, by their names
+
 
 class _Pass:
     """One direction of an operator on one sample, as contestants call it."""
@@ -25,11 +27,7 @@ class _Pass:
     _computed: Any  # what a contestant gives
 
     def check(
-        self,
-        contestants: Mapping[str, Callable[..., Any]],
-        theirs: Collection[str],
-        limit: int,
-        peak: Mapping[str, int],
+        self, contestants: Calls, theirs: Collection[str], limit: int, peak: Mapping[str, int]
     ) -> tuple[list[str], list[str]]:
         """Hold contestants to the card's tolerance on the very workload that is timed.
 
@@ -127,6 +125,9 @@ class Backward(_Pass):
 
     def _computed(self, call: Callable[..., Any]) -> Any:
         return call(*self.inputs())
+
+
+Pass = Forward | Backward
 
 
 def cold_data(flush: Callable[[], object]) -> Callable[[], None]:

@@ -33,12 +33,7 @@ class Worth:
 
 
 def worth(
-    selector: Selector,
-    code: str,
-    steps: Sequence[PlanStep],
-    ours: Callable[[], object],
-    eager: Callable[[], object],
-    device: torch.device,
+    selector: Selector, code: str, steps: Sequence[PlanStep], ours: Run, eager: Run, device: torch.device
 ) -> Worth:
     """What a saved plan says of these very steps, what was measured of this graph with them, or else a measurement."""
     choices, saved = _choices(steps), selector.saved
@@ -74,13 +69,7 @@ def _step(run: Run, args: Sequence[Any]) -> Callable[[], object]:
     return with_gradients(partial(run, *given), leaves)
 
 
-def _timed(
-    selector: Selector,
-    what: object,
-    ours: Callable[[], object],
-    eager: Callable[[], object],
-    device: torch.device,
-) -> Worth:
+def _timed(selector: Selector, what: object, ours: Run, eager: Run, device: torch.device) -> Worth:
     key = f"program {hashlib.sha256(repr(what).encode()).hexdigest()}"
     times = selector.cache.get(key) or {}
     if not {"opsmith", "eager"} <= times.keys():

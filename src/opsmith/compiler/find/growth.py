@@ -22,6 +22,7 @@ from opsmith.operator import Kind, MergedCalls, MergedChain, Operator
 
 # Whether the operator accepts the call, and nothing changed in place is in the way.
 Fits = Callable[[Site], bool]
+Slices = list[tuple[Any, ...]]  # of some value, the first one first
 
 
 def grow(sites: list[Site], cards: Mapping[str, Operator], disturbed: Callable[[Site], bool]) -> list[Site]:
@@ -164,10 +165,10 @@ _VIEWS = ("aten::view", "aten::reshape", "aten::_unsafe_view", "aten::flatten")
 _COPIES = ("aten::to", "aten::_to_copy", "aten::contiguous", "aten::clone", "aten::type_as")
 
 
-def _unwrapped(value: Any) -> tuple[Any, list[Node], list[tuple[Any, ...]]]:
+def _unwrapped(value: Any) -> tuple[Any, list[Node], Slices]:
     """What a value is rows of: the node behind casts, copies, views and slices, these nodes, and the slices."""
     chain: list[Node] = []
-    slices: list[tuple[Any, ...]] = []
+    slices: Slices = []
     while isinstance(value, Node):
         name, source = op_name(value), value.args[0] if value.args else None
         if not isinstance(source, Node):
@@ -189,7 +190,7 @@ def _unwrapped(value: Any) -> tuple[Any, list[Node], list[tuple[Any, ...]]]:
     return value, chain, slices
 
 
-def _rows(value: Operand, slices: list[tuple[Any, ...]]) -> Operand:
+def _rows(value: Operand, slices: Slices) -> Operand:
     """The slices of a value as rows."""
     for more in slices:
         shape = list(shape_of_operand(value))
@@ -208,12 +209,7 @@ def _dtype_of(site: Site, source: Node) -> dict[str, Any]:
 
 
 def _with_layer(
-    card: Operator,
-    how: MergedChain,
-    site: Site,
-    layer: Site,
-    chain: list[Node],
-    slices: list[tuple[Any, ...]],
+    card: Operator, how: MergedChain, site: Site, layer: Site, chain: list[Node], slices: Slices
 ) -> Site | None:
     inner = {*chain, *site.region}
     if layer.card.name != how.first or any(not set(node.users) <= inner for node in (layer.root, *chain)):
@@ -229,7 +225,7 @@ def _with_layer(
     return Site(card, site.pattern, call, site.outputs, inner | layer.region, (), (layer, site))
 
 
-def _spare_cast(site: Site, read: Node, chain: list[Node], slices: list[tuple[Any, ...]], fits: Fits) -> None:
+def _spare_cast(site: Site, read: Node, chain: list[Node], slices: Slices, fits: Fits) -> None:
     """Let an operator read a narrow input itself, where the model widens a copy of it first."""
     dtype = _dtype_of(site, read)
     call = {**site.arguments, site.card.widens: _rows(read, slices), **dtype}

@@ -67,13 +67,7 @@ class Writer:
         return f"{self.bind(target, label)}({', '.join(parts)})"
 
     def site(
-        self,
-        name: str,
-        fn: Callable[..., Any],
-        label: str,
-        call: Mapping[str, Any],
-        out: Any,
-        swapped: Mapping[str, Tensor],
+        self, name: str, fn: Any, label: str, call: Mapping[str, Any], out: Any, swapped: Mapping[str, Tensor]
     ) -> list[str]:
         """The line that calls a site's implementation; without `out` the result is new, and gets the name.
 

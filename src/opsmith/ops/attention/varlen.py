@@ -19,6 +19,7 @@ from opsmith.ops.attention.eager import definition, eager
 from opsmith.ops.attention.samples import cost_of, promised, visible_pairs
 
 _OP = "attention_varlen"
+Lengths = tuple[int, ...]
 
 
 def attention_varlen(
@@ -154,7 +155,7 @@ def _cost(
     return cost_of(q.shape[1] * pairs, q, k, v, *more)
 
 
-def _starts(lengths: tuple[int, ...], device: str, dtype: torch.dtype = torch.int32) -> Tensor:
+def _starts(lengths: Lengths, device: str, dtype: torch.dtype = torch.int32) -> Tensor:
     # Costs are also counted where tensors are fake, without values: the offsets keep theirs.
     with _disable_current_modes():
         ends = torch.tensor((0, *lengths), dtype=dtype).cumsum(0)
@@ -162,13 +163,7 @@ def _starts(lengths: tuple[int, ...], device: str, dtype: torch.dtype = torch.in
 
 
 def _packed(
-    make: Make,
-    queries: tuple[int, ...],
-    keys: tuple[int, ...],
-    h: int,
-    hkv: int,
-    d: int,
-    dv: int | None = None,
+    make: Make, queries: Lengths, keys: Lengths, h: int, hkv: int, d: int, dv: int | None = None
 ) -> tuple[Tensor, ...]:
     t, s = sum(queries), sum(keys)
     starts = _starts(queries, make.device), _starts(keys, make.device, torch.int64)

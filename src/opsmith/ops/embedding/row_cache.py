@@ -67,13 +67,7 @@ class RowCache:
         return RowCache, (self.capacity,)
 
     def gather(
-        self,
-        ids: Tensor,
-        table: Tensor,
-        scale: Tensor,
-        dtype: torch.dtype,
-        kept_as: torch.dtype,
-        prefetch: int,
+        self, ids: Tensor, table: Tensor, scale: Tensor, dtype: torch.dtype, kept: torch.dtype, prefetch: int
     ) -> Tensor:
         """`quantized_embedding`, with rows from the cache where they are in this dtype. Counts; chooses when due."""
         if self._counts is None:
@@ -84,7 +78,7 @@ class RowCache:
         y = gather_cached(ids, table, scale, prefetch, None, slots, rows, dtype, *counted, None)
         self._seen += ids.numel()
         if self._seen >= self._due:
-            self.refresh(table, scale, kept_as)
+            self.refresh(table, scale, kept)
         return y  # type: ignore[no-any-return]
 
     def refresh(self, table: Tensor, scale: Tensor, dtype: torch.dtype) -> None:

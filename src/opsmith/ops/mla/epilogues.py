@@ -266,9 +266,9 @@ def _q_cost(
 
 def _kv_samples(make: Make) -> Iterator[Sample]:
     def sample(
-        name: str, tokens: int, kv_lora: int, rope: int, *, a: Any = None, turn: bool = True, **options: Any
+        name: str, tokens: int, kv_lora: int, rope: int, *, a: Any = None, turn: bool = True, **how: Any
     ) -> Sample:
-        sizes: dict[str, Any] = {"mode": "split", "blocks": 3, "block_size": 16, "rope": rope, **options}
+        sizes: dict[str, Any] = {"mode": "split", "blocks": 3, "block_size": 16, "rope": rope, **how}
         slots = some_slots(make, tokens, sizes["blocks"] * sizes["block_size"])
         x = make(tokens, kv_lora + rope + 5) if a is None else a
         cos_sin = table(make, tokens, rope) if turn else (None, None)
@@ -297,19 +297,11 @@ def _kv_workloads(make: Make) -> Iterator[Sample]:
 
 def _q_samples(make: Make) -> Iterator[Sample]:
     def sample(
-        name: str,
-        tokens: int,
-        heads: int,
-        nope: int,
-        rope: int,
-        kv_lora: int,
-        *,
-        q: Any = None,
-        **options: Any,
+        name: str, tokens: int, heads: int, nope: int, rope: int, kv_lora: int, *, q: Any = None, **how: Any
     ) -> Sample:
         x = make(tokens, heads, nope + rope) if q is None else q
         weight = make(heads, nope, kv_lora, scale=nope**-0.5)
-        return Sample(name, (x, weight, *table(make, tokens, rope)), options)
+        return Sample(name, (x, weight, *table(make, tokens, rope)), how)
 
     for tokens, heads in ((2, 3), (5, 7), (33, 2)):
         yield sample(f"{tokens}x{heads}", tokens, heads, 12, 6, 37)

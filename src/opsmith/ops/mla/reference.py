@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from opsmith.ops.mla.call import Rotation
+from opsmith.ops.mla.call import Maybe, Rotation
 from opsmith.ops.mla.projection import project
 from opsmith.ops.mla.weights import Parts
 from opsmith.ops.rms_norm.quant import normalize, q8, wide
@@ -23,16 +23,11 @@ class Defined(NamedTuple):
     q_rope: Tensor  # [T, H, rope]
     k_nope: Tensor  # [T, kv_lora], int8 with a latent scale
     k_rope: Tensor  # [T, rope]
-    latent_q: Tensor | None  # [T, q_lora], normalized
+    latent_q: Maybe  # [T, q_lora], normalized
 
 
 def keys(
-    a: Tensor,
-    gamma2: Tensor,
-    rotation: Rotation,
-    rope: int,
-    eps: float = 1e-6,
-    latent_scale: Tensor | None = None,
+    a: Tensor, gamma2: Tensor, rotation: Rotation, rope: int, eps: float = 1e-6, latent_scale: Maybe = None
 ) -> tuple[Tensor, Tensor]:
     """What the cache gets of `a`, whose rows begin with [ckv | k_pe]."""
     kv_lora = gamma2.shape[0]
@@ -43,9 +38,7 @@ def keys(
     return q8(k_nope / latent_scale.to(k_nope.dtype)).to(torch.int8), k_rope
 
 
-def queries(
-    q: Tensor, wuk: Tensor, rotation: Rotation, query_scale: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+def queries(q: Tensor, wuk: Tensor, rotation: Rotation, query_scale: Maybe = None) -> tuple[Tensor, Tensor]:
     """The absorbed queries and the rotated ones, of q [T, H, nope + rope]."""
     nope = wuk.shape[1]
     q_out = torch.einsum("thn,hnk->thk", q[..., :nope], wuk)
@@ -60,8 +53,8 @@ def define(
     w: Parts,
     rotation: Rotation,
     eps: float = 1e-6,
-    latent_scale: Tensor | None = None,
-    query_scale: Tensor | None = None,
+    latent_scale: Maybe = None,
+    query_scale: Maybe = None,
 ) -> Defined:
     """All of a call, but for the write into a cache."""
     y = normalize(x, w.gamma0, w.beta0, eps)

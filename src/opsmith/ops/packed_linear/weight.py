@@ -33,8 +33,9 @@ _FLOATS4 = (0, 0.5, 1, 1.5, 2, 3, 4, 6)  # what a float of four bits is, without
 _AT_ONCE = 1 << 21  # numbers that are rounded at a time
 _AT_ONCE_BY_COLUMNS = 1 << 24  # the same, where each column is a step of its own
 
+Maybe = Tensor | None
 # Weight, scale, zero, outer.
-Packed = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
+Packed = tuple[Tensor, Maybe, Maybe, Maybe]
 
 
 def packed_shape(format: str, n: int, k: int) -> tuple[int, ...]:
@@ -92,8 +93,8 @@ def _rows(
     ids: Tensor,
     weight: Tensor,
     scale: Tensor,
-    zero: Tensor | None,
-    outer: Tensor | None,
+    zero: Maybe,
+    outer: Maybe,
     format: str,
     k: int,
     group_size: int,
@@ -140,14 +141,8 @@ def unpack_pairs(packed: Tensor, k: int) -> Tensor:
 
 
 def in_parts(
-    weight: Tensor,
-    scale: Tensor | None,
-    zero: Tensor | None,
-    bias: Tensor | None,
-    outer: Tensor | None,
-    *,
-    k: int,
-) -> Iterator[tuple[slice, tuple[Tensor | None, ...]]]:
+    weight: Tensor, scale: Maybe, zero: Maybe, bias: Maybe, outer: Maybe, *, k: int
+) -> Iterator[tuple[slice, tuple[Maybe, ...]]]:
     """Columns of a layer's result, and the parts of its packed tensors that make them: to unpack some at a time."""
     axis = weight.dim() - 2
     n = weight.shape[axis] if scale is None else scale.shape[-1]
@@ -161,9 +156,9 @@ def in_parts(
 
 def dequantize(
     weight: Tensor,
-    scale: Tensor | None,
-    zero: Tensor | None,
-    outer: Tensor | None,
+    scale: Maybe,
+    zero: Maybe,
+    outer: Maybe,
     *,
     format: str,
     k: int,
@@ -182,14 +177,7 @@ def dequantize(
 
 
 def values(
-    q: Tensor,
-    scale: Tensor,
-    zero: Tensor | None,
-    outer: Tensor | None,
-    *,
-    format: str,
-    group_size: int,
-    dtype: torch.dtype,
+    q: Tensor, scale: Tensor, zero: Maybe, outer: Maybe, *, format: str, group_size: int, dtype: torch.dtype
 ) -> Tensor:
     """What numbers [n, k] stand for, as they are stored."""
     k, middle = q.shape[1], 1 << FORMATS[format].bits - 1
@@ -242,7 +230,7 @@ def _grid(blocks: Tensor, symmetric: bool) -> tuple[Tensor, Tensor]:
 
 def round_groups(
     part: Tensor, group_size: int, symmetric: bool, inputs: Inputs | None = None
-) -> tuple[Tensor, Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor, Maybe]:
     """Rows rounded to 0..15 by groups: the numbers, scales [groups, rows] in bfloat16, and zeros where asymmetric.
 
     Numbers are rounded with the scale as it is stored, so that rounding the scale itself costs next to nothing. Each
@@ -347,7 +335,7 @@ def keep_blocks(rows: Tensor, format: str, to: Packed) -> None:
         _keep(kept, slice(first, first + step), to[1:])
 
 
-def _keep(scales: Sequence[Tensor | None], here: slice, to: Sequence[Tensor | None]) -> None:
+def _keep(scales: Sequence[Maybe], here: slice, to: Sequence[Maybe]) -> None:
     for t, some in zip(to, scales, strict=True):
         if t is not None and some is not None:
             t[..., here] = some

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from opsmith.kernels.triton import INTERPRETED
 from opsmith.kernels.triton.common import dot, exponential, inner, rounded
+from opsmith.ops.attention.eager import Maybe
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -172,7 +173,7 @@ def weight(s, factor, like):
 class Sequences:
     """Where packed sequences begin, as a launch is given it; none in dense tensors."""
 
-    def __init__(self, q_starts: Tensor | None, k_starts: Tensor | None) -> None:
+    def __init__(self, q_starts: Maybe, k_starts: Maybe) -> None:
         self.count = 0 if q_starts is None else q_starts.numel() - 1
         starts = (None if t is None else t.contiguous() for t in (q_starts, k_starts))
         self.arguments = (*starts, self.count)
@@ -190,14 +191,7 @@ class Sequences:
 
 
 def options(
-    q: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    alibi: Tensor | None,
-    scale: float,
-    causal: bool,
-    window: int,
-    softcap: float,
+    q: Tensor, v: Tensor, mask: Maybe, alibi: Maybe, scale: float, causal: bool, window: int, softcap: float
 ) -> dict[str, Any]:
     """What forward and backward are specialized for."""
     dim, value_dim = q.shape[3], v.shape[3]
@@ -239,12 +233,12 @@ def blocks(q: Tensor, v: Tensor, *, backward: bool) -> dict[str, int]:
     return {"BM": 64, "BN": 32, "num_warps": 4, "num_stages": 2}
 
 
-def strides(*tensors: Tensor | None) -> list[int]:
+def strides(*tensors: Maybe) -> list[int]:
     """Strides over batch, head and token of each tensor, zeros for one that is not there."""
     return [step for t in tensors for step in (t.stride()[:3] if t is not None else (0, 0, 0))]
 
 
-def mask_arguments(mask: Tensor | None, q: Tensor, k: Tensor) -> tuple[Tensor | None, tuple[int, ...]]:
+def mask_arguments(mask: Maybe, q: Tensor, k: Tensor) -> tuple[Maybe, tuple[int, ...]]:
     """The mask as memory that Triton reads, and its four strides, 0 where it is broadcast."""
     if mask is None:
         return None, (0, 0, 0, 0)

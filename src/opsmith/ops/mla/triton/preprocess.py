@@ -13,6 +13,7 @@ import triton
 from torch import Tensor
 
 from opsmith.kernels.triton.common import block_of, launch, processors, steps
+from opsmith.ops.mla.call import Maybe
 from opsmith.ops.mla.triton.rows import layout, power, table_of
 from opsmith.ops.mla.triton.stages import absorb_kernel, middle_kernel, project_kernel
 from opsmith.ops.mla.weights import TENSORS, Parts
@@ -21,15 +22,7 @@ from opsmith.ops.rms_norm.triton_quant import normalize
 _FORMS = (0, 1, 2, 0, 0)  # what activations become, for each form of weights
 
 
-def project(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    descale: Tensor | None,
-    s: Tensor | None,
-    y: Tensor,
-    form: int,
-) -> None:
+def project(x: Tensor, weight: Tensor, bias: Maybe, descale: Maybe, s: Maybe, y: Tensor, form: int) -> None:
     tokens, n, k = x.shape[0], weight.shape[0], x.shape[1]
     bm = min(power(tokens), 64)
     # Few tokens: a program at least for each multiprocessor, that has much of the weight on its way; many: tiles that
@@ -60,17 +53,17 @@ def project(
 def kv_epilogue(
     a: Tensor,
     gamma2: Tensor,
-    cos: Tensor | None,
-    sin: Tensor | None,
+    cos: Maybe,
+    sin: Maybe,
     slots: Tensor,
     rope_size: int,
     interleaved: bool,
     tiled: bool,
     eps: float,
-    ctkv_scale: Tensor | None,
+    ctkv_scale: Maybe,
     *,
     latent: Tensor,
-    rope: Tensor | None = None,
+    rope: Maybe = None,
     queries: tuple[Any, ...] | None = None,
 ) -> None:
     """Keys into the cache; beside them latent queries, where given: gamma1, beta1, z, s, scale, offset, plain, form."""
@@ -101,13 +94,13 @@ def kv_epilogue(
 def q_epilogue(
     q: Tensor,
     wuk: Tensor,
-    cos: Tensor | None,
-    sin: Tensor | None,
+    cos: Maybe,
+    sin: Maybe,
     interleaved: bool,
-    q_nope_scale: Tensor | None,
+    q_nope_scale: Maybe,
     *,
     q_out: Tensor,
-    q_rope: Tensor | None,
+    q_rope: Maybe,
 ) -> None:
     tokens, heads, _ = q.shape
     nope, kv_lora = wuk.shape[1:]
@@ -136,10 +129,10 @@ def preprocess(
     x: Tensor,
     *given: Any,
     q_out: Tensor,
-    q_rope: Tensor | None,
+    q_rope: Maybe,
     latent: Tensor,
-    rope: Tensor | None = None,
-    latent_q: Tensor | None = None,
+    rope: Maybe = None,
+    latent_q: Maybe = None,
 ) -> None:
     w = Parts(*given[: len(TENSORS)])
     cos, sin, slots, quant, interleaved, tiled, eps, ctkv_scale, q_nope_scale = given[len(TENSORS) :]
@@ -147,11 +140,11 @@ def preprocess(
     form = _FORMS[quant]
     held = torch.int8 if form else x.dtype
 
-    def activations(n: int) -> tuple[Tensor, Tensor | None]:
+    def activations(n: int) -> tuple[Tensor, Maybe]:
         s = torch.empty(tokens, dtype=torch.float32, device=x.device) if form == 2 else None
         return torch.empty((tokens, n), dtype=held, device=x.device), s
 
-    def normalized_for(scale: Tensor | None, offset: Tensor | None) -> tuple[Any, Any]:
+    def normalized_for(scale: Maybe, offset: Maybe) -> tuple[Any, Any]:
         if form == 0 and w.gamma0 is None:
             return x, None
         y, s = activations(size)

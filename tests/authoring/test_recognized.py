@@ -89,6 +89,13 @@ CASES: dict[str, tuple[dict[str, object], list[Spelling], list[Spelling]]] = {
         [lambda x: F.leaky_relu(x, 0.2) * 2, lambda x: torch.where(x > 0, x, x * 0.1) + 1],
         [lambda x: torch.where(x > 0, x, x * x) + 1],
     ),
+    "two attributes": (
+        prototype(
+            "GateFound", {"x": ROWS, "up": ROWS}, "x * sigmoid(beta * x) * (up + shift)", beta=1.5, shift=0.5
+        ),
+        [lambda x: x * torch.sigmoid(2 * x) * (x.cos() + 0.25)],
+        [lambda x: x * torch.sigmoid(2 * x.sin()) * (x.cos() + 0.25)],
+    ),
     "equality": (
         prototype("EqualFound", {"x": ROWS, "other": ROWS}, "where(x != other, x, 0)"),
         [lambda x: torch.where(x.cos() == x, 0.0, x) + 1],

@@ -462,8 +462,8 @@ class Project:
             dims = ", ".join(f'"{"B" if d == ANY else d}"' if isinstance(d, str) else str(d) for d in shape)
             parts.append(f'"{name}": ({dims}{"," if len(shape) == 1 else ""})')
         parts += [
-            f'"{n}": {1.25e-3 if v is not None and v < 0.1 else 1.25}'
-            for n, v in self.formula.attributes.items()
+            f'"{n}": {(1.25e-3 if v is not None and v < 0.1 else 1.25) * (1 + i / 16):.9g}'  # each its own
+            for i, (n, v) in enumerate(self.formula.attributes.items())
         ]
         return f"{{{', '.join(parts)}}}"
 

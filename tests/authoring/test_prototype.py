@@ -175,6 +175,11 @@ def broken(name: str, **changes: Any) -> dict[str, Any]:
             r"down is unknown; there are: gate, up",
         ),
         (
+            broken("SiluMulCustom", formula="gate * up * alpa", attr=[{"name": "alpha", "type": "float"}]),
+            FormulaError,
+            r"alpa is unknown; there are: gate, up, alpha",
+        ),
+        (
             broken("SiluMulCustom", formula={"y": "silu(gate)"}),
             FormulaError,
             r"input up is not used by the formula",

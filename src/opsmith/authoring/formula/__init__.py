@@ -58,7 +58,7 @@ def parse(
     attributes: Mapping[str, float | int | bool | None] | None = None,
     truths: frozenset[str] = frozenset(),
 ) -> Formula:
-    """Read the formula of each output; a formula may name the outputs above it.
+    """Read the formula of each output; a formula may name the outputs above it. Attributes are kept where one is used.
 
     >>> f = parse({"y": "x * rsqrt(mean(x * x) + eps)"}, {"x": ("...", "N")}, {"y": None}, {"eps": 1e-6})
     >>> f.outputs["y"].shape
@@ -86,7 +86,9 @@ def parse(
     for name in text:
         if name not in outputs:
             raise FormulaError(f"formula {name!r} belongs to no output; the outputs are {', '.join(outputs)}")
-    formula = Formula(dict(inputs), attributes, made, shapes, dict(text), graph, truths)
+    words = names_in(" ".join(text.values()))
+    used = {name: default for name, default in attributes.items() if name in words}
+    formula = Formula(dict(inputs), used, made, shapes, dict(text), graph, truths)
     _check_whole(formula)
     return formula
 

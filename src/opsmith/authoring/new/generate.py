@@ -84,7 +84,7 @@ class Project:
             self.shapes,
             {t.name: t.symbols() for t in p.output_desc},
             # Those without a default first, as Python wants parameters.
-            {k: v for k, v in sorted(self.attributes.items(), key=lambda kv: kv[1] is not None) if k in used},
+            dict(sorted(self.attributes.items(), key=lambda kv: kv[1] is not None)),
             frozenset(t.name for t in p.input_desc if set(t.type) == {"bool"}),
         )
 

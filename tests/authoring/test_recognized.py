@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -153,3 +153,24 @@ def test_a_formula_is_found_as_models_write_it(
         found, got, want = found_in(fn, [torch.randn(4, 64) * 3], False)
         assert (name in {site.card.name for site in found.sites}) is wanted, (fn, found.misses)
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
+def test_an_operator_with_several_results_costs_the_others_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cards, "_REGISTRY", dict(cards._REGISTRY))
+
+    def samples(make: cards.Make) -> Iterator[cards.Sample]:
+        yield cards.Sample("3x64", (make(3, 64),))
+
+    @cards.operator(kind="norm", cost=lambda x: cards.Cost(3 * x.numel(), 2 * x.nbytes), samples=samples)
+    def leveled(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        largest = x.abs().amax(-1, keepdim=True)
+        return x / largest, largest
+
+    def model(x: torch.Tensor) -> torch.Tensor:
+        x = F.silu(x) * x.cos()
+        return x / x.abs().amax(-1, keepdim=True)
+
+    found, got, want = found_in(model, [torch.randn(4, 64)], False)
+    assert [site.card.name for site in found.sites] == ["silu_mul"]
+    assert [miss.expected for miss in found.misses] == ["an operator with one result"]
+    torch.testing.assert_close(got, want)

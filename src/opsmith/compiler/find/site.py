@@ -121,6 +121,8 @@ def check(site: Site) -> tuple[str, str] | None:
         return ("a call that the operator accepts", str(error).splitlines()[0])
     for got, node in zip(site.results(result), site.outputs, strict=True):
         want = hint(node)
+        if not isinstance(got, Tensor):
+            return ("an operator with one result", f"one with {len(got)}: call it")
         if got.shape != want.shape or got.dtype != want.dtype:
             return (f"a result of {want.dtype} {tuple(want.shape)}", f"{got.dtype} {tuple(got.shape)}")
     return None

@@ -56,6 +56,13 @@ def test_a_taken_name_is_refused() -> None:
         register(card)
 
 
+def test_an_unknown_kind_is_refused_with_those_there_are() -> None:
+    with pytest.raises(
+        ValueError, match="'activatoin' is no kind of operator; there are: matmul, attention, "
+    ):
+        operator(kind="activatoin", cost=cost, samples=samples)(squared_relu)
+
+
 def test_the_registry_handed_out_is_a_copy() -> None:
     card = operator(kind="activation", cost=cost, samples=samples)(squared_relu)
     registry().clear()

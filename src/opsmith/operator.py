@@ -36,6 +36,10 @@ class Kind(enum.Enum):
     LOSS = "loss"
     MLA = "mla"
 
+    @classmethod
+    def _missing_(cls, value: object) -> None:
+        raise ValueError(f"{value!r} is no kind of operator; there are: {', '.join(k.value for k in cls)}")
+
 
 @dataclass(frozen=True)
 class Cost:

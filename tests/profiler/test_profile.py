@@ -255,6 +255,11 @@ def test_a_diff_knows_noise_from_change(both: dict[bool, Profile]) -> None:
         later.phases[0].by_kind[MATMUL] = times
         assert [c.clear for c in later.diff(profile).changes if c.kind == MATMUL] == [clear]
         assert ("more" in str(later.diff(profile))) == clear
+    for phase in later.phases:
+        phase.name = "another"
+    assert str(later.diff(profile)).startswith(
+        "nothing is compared: no phase is in both\nanother is in the later"
+    )
 
 
 def test_refusals() -> None:

@@ -32,7 +32,8 @@ class Diff:
     notes: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
-        lines = [f"{'phase':<10} {'class':<18} {'before ms':>10} {'after ms':>10} {'change':>8}  verdict"]
+        head = f"{'phase':<10} {'class':<18} {'before ms':>10} {'after ms':>10} {'change':>8}  verdict"
+        lines = [head if self.changes else "nothing is compared: no phase is in both"]
         for c in self.changes:
             ratio = f"{c.after / c.before - 1:+.0%}" if c.before else "new"
             verdict = ("less" if c.after < c.before else "more") if c.clear else "within the noise"

@@ -259,6 +259,24 @@ def test_gradients_in_another_order_than_the_kernel_writes_them_are_found(
 
 @pytest.mark.skipif(not find_compiler(), reason="there is no C++ compiler")
 @pytest.mark.skipif(kernels.INTERPRETED, reason="the interpreter has the CPU")
+def test_a_wrong_gradient_is_called_by_the_name_of_its_input(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "p.json").write_text(
+        json.dumps(prototype("Sloped", {"x": "... N", "other": "... N"}, "x * exp(other)"))
+    )
+    folder, _, _ = new.create(tmp_path / "p.json", tmp_path / "made", backends=("cpu",))
+    kernel = folder / "kernels" / "cpu" / "sloped.cpp"
+    text = kernel.read_text()
+    kernel.write_text(text.replace("write(dother_row, at, ", "write(dother_row, at, 2.0f * "))
+    assert kernel.read_text() != text
+    assert main(["verify", str(folder), "--dtype", "float32", "--quick"]) == 1
+    said = "gradients of sample '1x1', float32: wrong value: the gradient of other differs in 1 of 1 elements"
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not find_compiler(), reason="there is no C++ compiler")
+@pytest.mark.skipif(kernels.INTERPRETED, reason="the interpreter has the CPU")
 def test_a_cost_that_raises_is_a_failure_of_the_card(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

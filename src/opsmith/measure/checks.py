@@ -33,12 +33,14 @@ class WrongResult(ValueError):
         contestant: its name.
         fault: "wrong shape", "unwritten output", "skipped tail", "mutated input", "cached answer",
             "low precision" or "wrong value".
+        why: the fault, and how it shows.
         error: the largest absolute error, infinity where it cannot be given.
         allowed: the largest error that would have passed.
     """
 
     def __init__(self, contestant: str, fault: str, detail: str, error: float, allowed: float) -> None:
-        super().__init__(f"{contestant}: {fault}: {detail}; a wrong result has no time, correct it first")
+        self.why = f"{fault}: {detail}"
+        super().__init__(f"{contestant}: {self.why}; a wrong result has no time, correct it first")
         self.contestant, self.fault, self.error, self.allowed = contestant, fault, error, allowed
 
 
@@ -74,7 +76,12 @@ def _allowed(got: Tensor, exact: Tensor, tolerance: Tolerance | None) -> float:
 
 
 def compare_outputs(
-    name: str, got: object, exact: object, tolerance: Tolerance | None = None, previous: object = None
+    name: str,
+    got: object,
+    exact: object,
+    tolerance: Tolerance | None = None,
+    previous: object = None,
+    called: Sequence[str] = (),
 ) -> tuple[float, float]:
     """Raises when an output is not what the reference says; returns (largest error, what was allowed).
 
@@ -91,6 +98,7 @@ def compare_outputs(
         tolerance: largest absolute error, or a function (got, exact) -> that; four units in the last place
             of the output's dtype by default.
         previous: outputs of the call before, to tell a cached answer from another wrong one.
+        called: what the error calls each output.
 
     Raises:
         WrongResult: naming the contestant, the fault, and the error.
@@ -102,8 +110,9 @@ def compare_outputs(
         raise WrongResult(name, "wrong shape", detail, math.inf, 0.0)
     worst = (0.0, math.inf)
     for index, (out, right) in enumerate(zip(outputs, expected, strict=True)):
+        title = called[index] if len(called) == len(expected) else f"output {index}"
         if out.shape != right.shape:
-            detail = f"output {index} is {tuple(out.shape)}, expected {tuple(right.shape)}"
+            detail = f"{title} is {tuple(out.shape)}, expected {tuple(right.shape)}"
             raise WrongResult(name, "wrong shape", detail, math.inf, 0.0)
         out, right = out.detach(), right.detach().to(out.device)
         allowed = _allowed(out, right, tolerance)
@@ -113,7 +122,7 @@ def compare_outputs(
             fault = _fault(out, right, wrong, error, old)
             place = tuple(int(i) for i in wrong.nonzero()[0]) if wrong.dim() else ()
             detail = (
-                f"output {index} differs in {int(wrong.sum())} of {wrong.numel()} elements, "
+                f"{title} differs in {int(wrong.sum())} of {wrong.numel()} elements, "
                 f"the first at {place}: {float(out[place]):.6g}, expected {float(right[place]):.6g}; "
                 f"largest error {error:.3g}, allowed {allowed:.3g}"
             )
@@ -272,6 +281,7 @@ def check_call(
     outs: Sequence[Tensor] = (),
     calls: int = 3,
     name: str = "call",
+    called: Sequence[str] = (),
 ) -> Checked:
     """Calls `fn` three times, under conditions in which a cheat fails, and compares with a float64 reference.
 
@@ -292,7 +302,7 @@ def check_call(
             operators that cannot reach this.
         outs: output buffers that `fn` writes; only their shape, strides and dtype are used.
         calls: the first of these alone, where others have shown that nothing is kept from one call to the next.
-        name: the contestant, for the error.
+        name, called: the contestant and its outputs, for the error.
 
     Raises:
         WrongResult: naming the contestant, the fault, and the error.
@@ -316,7 +326,7 @@ def check_call(
             raise WrongResult(
                 name, "mutated input", "an input's bytes changed during the call", math.inf, 0.0
             )
-        seen = compare_outputs(name, got, exact, tolerance, previous)
+        seen = compare_outputs(name, got, exact, tolerance, previous, called)
         if seen[0] >= error:
             error, allowed = seen
         previous = [tensor.detach().clone() for tensor in tensors_of(got)]

@@ -6,6 +6,7 @@ backward. How a call is tried, so that what only looks right is found out: `opsm
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -125,7 +126,8 @@ def examine(
     try:
         like = truth.eager(*inputs) if into else []
         outs = [torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in like]
-        how: Any = {"outs": outs, "calls": calls, "name": f"{card.name} {name}"}
+        called = _gradients_of(card, *inputs) if differentiated else ()
+        how: Any = {"outs": outs, "calls": calls, "name": f"{card.name} {name}", "called": called}
         with always_native():
             for draws in (calls, _DRAWS):
                 for given in exact_turns(inputs, draws):
@@ -137,7 +139,7 @@ def examine(
                     if wrong.fault != "low precision" or draws == _DRAWS:
                         raise
     except WrongResult as wrong:
-        return report(False, wrong.error, wrong.allowed, str(wrong))
+        return report(False, wrong.error, wrong.allowed, wrong.why)
     except Exception as raised:
         return report(False, math.inf, 0.0, shorten(f"raised {type(raised).__name__}: {raised}", 200))
     return report(True, seen.error, seen.allowed)
@@ -278,6 +280,15 @@ def backward(fn: Callable[..., Any], args: Any, kwargs: Any) -> list[Tensor]:
     seeds = [(torch.randint(-8, 9, t.shape, generator=generator) / 8).to(t) for t in outputs]
     gradients = torch.autograd.grad(outputs, leaves, seeds, allow_unused=True) if leaves and outputs else ()
     return list(tensors_of(gradients))
+
+
+def _gradients_of(card: Operator, args: Any, kwargs: Any) -> list[str]:
+    """What `backward` gives of a call, in words."""
+    args, kwargs, leaves = with_leaves(args, kwargs)
+    with suppress(ValueError):  # a builtin function has no signature
+        named = zip(inspect.signature(card.function).parameters, args, strict=False)
+        return [f"the gradient of {n}" for n, v in (*named, *kwargs.items()) if any(v is t for t in leaves)]
+    return []
 
 
 def with_leaves(args: Any, kwargs: Any) -> tuple[Any, Any, list[Tensor]]:

@@ -164,6 +164,25 @@ def test_a_kernel_that_does_not_compile_is_a_failure(
     assert "= nought;" not in out  # the source is for `opsmith build` to show
 
 
+@pytest.mark.parametrize("left", ["nothing", "a folder", "two files of other names"])
+@pytest.mark.skipif(kernels.INTERPRETED, reason="the interpreter has the CPU")
+def test_a_kernel_that_is_gone_is_a_failure(
+    left: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    backends = () if left == "nothing" else ("triton",)
+    folder = normed_turn.write(tmp_path, f"turn_lost_{len(left)}", backends=backends)
+    cpu = folder / "kernels" / "cpu"
+    if backends:
+        cpu.mkdir()
+    for name in ("a.cpp", "b.cpp") if "files" in left else ():
+        (cpu / name).touch()
+    for verb in ("verify", "bench"):
+        assert main([verb, str(folder), "--dtype", "float32", "--quick"]) == 1
+        assert f"compiles: {cpu / folder.name}.cpp is missing: PyTorch" in capsys.readouterr().err
+    assert main(["build", str(folder)]) == 1
+    assert "has no kernels for 'cpu'" in capsys.readouterr().err
+
+
 @pytest.mark.skipif(not find_compiler(), reason="there is no C++ compiler")
 @pytest.mark.skipif(kernels.INTERPRETED, reason="the interpreter has the CPU")
 @pytest.mark.parametrize("than", ["smaller", "larger"])
@@ -277,6 +296,24 @@ def test_a_wrong_gradient_is_called_by_the_name_of_its_input(
 
 @pytest.mark.skipif(not find_compiler(), reason="there is no C++ compiler")
 @pytest.mark.skipif(kernels.INTERPRETED, reason="the interpreter has the CPU")
+def test_a_kernel_that_writes_a_gradient_that_nobody_asks_for_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where a model's other tensors are frozen it has no memory to write to, and the process ends."""
+    (tmp_path / "p.json").write_text(
+        json.dumps(prototype("Unasked", {"x": "... N", "other": "... N"}, "x * other"))
+    )
+    folder, _, _ = new.create(tmp_path / "p.json", tmp_path / "made", backends=("cpu",))
+    kernel = folder / "kernels" / "cpu" / "unasked.cpp"
+    text = kernel.read_text()
+    kernel.write_text(text.replace("if (dx_row) ", ""))
+    assert kernel.read_text() != text
+    assert main(["verify", str(folder), "--dtype", "float32"]) == 1
+    assert "the process ended at the gradient of other, asked for alone" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not find_compiler(), reason="there is no C++ compiler")
+@pytest.mark.skipif(kernels.INTERPRETED, reason="the interpreter has the CPU")
 def test_a_cost_that_raises_is_a_failure_of_the_card(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -367,3 +404,19 @@ def test_a_kernel_that_is_given_ids_is_run_and_held(
     (cpu / "rows_by_ids.cpp").write_text(BY_IDS.replace("FACTOR", "3"))
     assert main(["verify", str(tmp_path), "--quick"]) == 1
     assert "rows_by_ids native, values of sample '7x33'" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not find_compiler(), reason="there is no C++ compiler")
+@pytest.mark.skipif(kernels.INTERPRETED, reason="the interpreter has the CPU")
+def test_a_kernel_that_no_sample_reaches_is_a_failure(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cpu = tmp_path / "kernels" / "cpu"
+    cpu.mkdir(parents=True)
+    (tmp_path / "operator.py").write_text(
+        IDS.replace("rows_by_ids", "rows_by_other_ids").replace("high=7)", "high=7).int()")
+    )
+    (cpu / "rows.cpp").write_text(BY_IDS.replace("FACTOR", "2").replace("rows_by_ids", "rows_by_other_ids"))
+    assert main(["verify", str(tmp_path), "--quick"]) == 1
+    said = "native, values: no sample reaches the kernel (the kernels take no float32, int32)"
+    assert said in capsys.readouterr().err

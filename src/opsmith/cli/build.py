@@ -71,7 +71,7 @@ def run(
     with told():
         declared = projects_kernels(folder)
     for kernels in declared:
-        chosen = backend or list(kernels.backends()) or ["cpu"]  # which is then missed
+        chosen = backend or [*kernels.backends(), *kernels.lost()]  # which are then missed
         for other in sorted((kernels.folder / "kernels").glob("[a-z]*/")):
             if other.name not in known:
                 output.console.print(f"{other} is left out: {backends.missing(other.name)}")

@@ -92,7 +92,7 @@ class Kernels:
             torch.library.register_fake(
                 f"{self.name}::{defined.split('::')[-1]}", lambda *args, **kwargs: None, lib=self._library
             )
-        self._answers: dict[str, bool | str] = {}
+        self._loaded = functools.cache(self._load)
         self._taking = functools.cache(self._choose)  # so that no call but the first looks at the disk
         # How operator.py contradicts itself, so that no kernel may run.
         self.misdeclared: Callable[[], str] = str
@@ -109,6 +109,12 @@ class Kernels:
         """Those with a file of kernels, or with a library that was built from one."""
         return tuple(b for b in _patterns() if self.source(b).exists() or self.prebuilt(b))
 
+    def lost(self) -> list[str]:
+        """Those with a folder and no file of kernels in it, and the CPU where there are none at all."""
+        there = self.backends()
+        lost = [b for b in _patterns() if (self.folder / "kernels" / b).is_dir() and b not in there]
+        return lost or ([] if there else ["cpu"])
+
     def op(self, backend: str, name: str = "forward") -> Callable[..., Any]:
         """The dispatcher's entry of a back end: forward or, where the operator has gradients, backward."""
         if backend in self.stand_ins and name == "forward":
@@ -119,9 +125,7 @@ class Kernels:
     @triton.constant
     def offers(self, backend: str) -> bool | str:
         """True once the kernels of a back end are built and loaded, else the reason why they are not."""
-        if backend not in self._answers:
-            self._answers[backend] = self._load(backend)
-        return self._answers[backend]
+        return self._loaded(backend)
 
     @triton.constant
     def backend(self, device: torch.device) -> str | None:

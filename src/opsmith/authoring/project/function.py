@@ -41,6 +41,8 @@ from opsmith.operator import (
     register,
 )
 
+Before = Callable[..., tuple[Tensor, ...]] | None  # what comes in front of the kernels
+
 
 def rotate_half(x: Tensor) -> Tensor:
     """(-x2, x1) for the halves x1, x2 of the last axis.
@@ -77,7 +79,7 @@ def card(
     cost: Callable[..., Cost],
     samples: Callable[[Make], Iterator[Sample]],
     patterns: Sequence[Pattern] | None = None,
-    before: Callable[..., tuple[Tensor, ...]] | None = None,
+    before: Before = None,
     inner: Callable[..., Any] | None = None,
     even: Sequence[str] = (),
     differentiable: bool = True,
@@ -94,7 +96,8 @@ def card(
         inner: the reference of what the kernels compute, where there is a `before`.
         even: sizes that must be even.
     """
-    call = ProjectCall(kernels, reference, before, inner or reference, tuple(even))
+    kernels.signature = replace(kernels.signature, even=tuple(even))  # which the binding checks
+    call = ProjectCall(kernels, reference, before, inner or reference)
     call.learns = differentiable
     kernels.misdeclared = functools.cache(partial(call.misdeclared, samples))
     function = call.form(call.answer, out=True)
@@ -126,12 +129,7 @@ class ProjectCall(Call):
     """An operator of a project: any parameters, kernels of several back ends, dtypes in combinations."""
 
     def __init__(
-        self,
-        kernels: Kernels,
-        reference: Callable[..., Any],
-        before: Callable[..., tuple[Tensor, ...]] | None,
-        inner: Callable[..., Any],
-        even: tuple[str, ...],
+        self, kernels: Kernels, reference: Callable[..., Any], before: Before, inner: Callable[..., Any]
     ) -> None:
         parameters = inspect.signature(reference).parameters
         for name, declared in kernels.signature.attributes.items():
@@ -144,7 +142,6 @@ class ProjectCall(Call):
         out = inspect.Parameter("out", inspect.Parameter.KEYWORD_ONLY, default=None)
         public: Any = update_wrapper(partial(reference), reference)
         public.__signature__ = inspect.Signature([*parameters.values(), out])
-        kernels.signature = replace(kernels.signature, even=even)  # which the binding checks
         super().__init__(kernels.signature, public, inner, op=kernels.name)
         self.kernels, self.before, self.columns = kernels, before, kernels.signature.columns
         self.names = tuple(parameters)
@@ -193,7 +190,7 @@ class ProjectCall(Call):
                 declared = sizes(*sample.args, **sample.kwargs)
                 given = [tuple(t.shape) for t in tensors_of(self.public(*sample.args, **sample.kwargs))]
                 if declared != given:
-                    said = [", ".join(map(str, shapes)) for shapes in (declared, given)]
+                    said = [", ".join(map(str, shapes)) or "no tensor" for shapes in (declared, given)]
                     return (
                         f"{self.kernels.folder / 'operator.py'}: outputs= declares {said[0]} for sample "
                         f"{sample.name!r}, the reference returns {said[1]}; correct one of them"

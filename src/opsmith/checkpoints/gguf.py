@@ -41,9 +41,7 @@ _SIZES = {  # of a configuration, that not every architecture's is passed on
 _BY_WIDTH = {"gemma2": 46, "gemma3": 62}
 _SCALED = {"factor": "factor", "original_max_position_embeddings": "original_context_length"}
 _FREQUENCIES = "rope_freqs.weight"  # what the frequencies of a Llama 3.1 or later are divided by
-_FACTORS = {
-    f"{name}_factor": f"rope_factors_{name}.weight" for name in ("long", "short")
-}  # the same of Phi's
+_FACTORS = {f"{n}_factor": f"rope_factors_{n}.weight" for n in ("long", "short")}  # the same of Phi's
 
 
 def _pairs_apart(config: Any, name: str, rows: Tensor) -> Tensor:

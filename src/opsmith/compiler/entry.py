@@ -170,10 +170,9 @@ class Entry:
                 result = self.compiled(*args, **kwargs)
         finally:
             capturing.general = capturing.ready = False
+        # Within a loop no graph ends: Dynamo leaves the frame.
         for why in map(broken, torch._dynamo.utils.counters["graph_break"] - known):
-            if (
-                why not in self.session.breaks.values()
-            ):  # in a loop: Dynamo leaves the frame, and no graph ends there
+            if why not in self.session.breaks.values():
                 self.session.breaks.setdefault(type(self.model).__name__, why)
         # Behind a break no graph is general, and the next time the one before the break may be there already.
         self.general = self.general and len(self.session.parts) <= before + 1

@@ -273,6 +273,18 @@ def _attn_einsum_normed(q: Any, k: Any, v: Any, slopes: Any) -> Any:
     return torch.einsum("bhij,bhjd->bhid", weights, v)
 
 
+def _attn_logarithms(q: Any, k: Any, v: Any) -> Any:
+    """What hides keys is added as the logarithm of how far each counts (the first Mistral, Perceivers)."""
+    counts = torch.log(torch.tril(torch.ones(6, 6)).to(q.dtype) + 1e-10)
+    return torch.softmax(q @ k.transpose(-1, -2) * 0.5 + counts, -1) @ v
+
+
+def _attn_middle_axis(q: Any, k: Any, v: Any) -> Any:
+    """Heads behind keys in the scores, whose softmax is along the axis before."""
+    scores = torch.einsum("bnhd,bmhd->bnmh", q, k) * 0.5
+    return torch.einsum("bnmh,bmhd->bnhd", scores.softmax(2), v)
+
+
 SPELLINGS: list[tuple[str, str, Callable[..., Any], tuple[Any, ...]]] = [
     ("layer_norm", "definition", _ln_definition, (_X, _W, _W)),
     ("layer_norm", "rsqrt", _ln_rsqrt, (_X, _W, _W)),
@@ -380,6 +392,8 @@ SPELLINGS: list[tuple[str, str, Callable[..., Any], tuple[Any, ...]]] = [
     ("attention", "relative", _attn_relative, (_Q, _Q, _Q, (2, 3, 6, 6))),
     ("attention", "shared by einsum", _attn_shared, (_Q, (2, 6, 8), (2, 6, 8))),
     ("attention", "einsum, normed", _attn_einsum_normed, (_Q, _Q, _Q, (3,))),
+    ("attention", "logarithms", _attn_logarithms, (_Q, _Q, _Q)),
+    ("attention", "softmax of a middle axis", _attn_middle_axis, ((2, 6, 3, 8),) * 3),
     ("attention", "slopes", _attn_slopes, (_Q, _Q, _Q, (3,), (2, 1, 6, 6))),
     ("attention", "one head", _attn_cached, ((2, 6, 3, 8), (2, 1, 6, 8), (2, 1, 6, 8))),
     ("attention", "repeated heads", _attn_repeat, ((2, 6, 6, 8), (2, 2, 6, 8), (2, 2, 6, 8))),

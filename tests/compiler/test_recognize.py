@@ -12,6 +12,7 @@ import opsmith.ops  # noqa: F401  the cards
 from opsmith.compiler.capture.trace import capture
 from opsmith.compiler.find.recognize import Recognized, recognize
 from opsmith.operator import registry
+from tests.compiler.models import Truth, optimized
 from tests.compiler.spelling import NEAR_MISSES, SPELLINGS, inputs
 
 
@@ -53,6 +54,29 @@ def test_every_spelling_is_found(case: tuple[str, str, Any, Any], dynamic: bool)
         assert found.sites[0].arguments.get("weight_offset", 0.0) == (1.0 if "Gemma" in case[1] else 0.0)
     if case[1] in ("sdpa", "tril", "einsum, heads inside the scores"):
         assert found.sites[0].arguments["causal"] is True
+
+
+class _Spelled(torch.nn.Module):
+    def __init__(self, fn: Callable[..., torch.Tensor]) -> None:
+        super().__init__()
+        self.fn = fn
+
+    def forward(self, *values: torch.Tensor) -> torch.Tensor:
+        return self.fn(*values)
+
+
+_PROVED = ("logarithms", "softmax of a middle axis")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("case", [c for c in SPELLINGS if c[1] in _PROVED], ids=_PROVED)
+def test_what_is_found_is_proved(case: tuple[str, str, Any, Any], dtype: torch.dtype) -> None:
+    values = [v.to(dtype) for v in inputs(case[3])]
+    truth, model = Truth(_Spelled(case[2])), optimized(_Spelled(case[2]), *values)
+    assert model.opsmith.report.found == {case[0]: 1}
+    assert not model.opsmith.report.rolled_back
+    with torch.no_grad():
+        truth.check(model(*values), *values)
 
 
 @pytest.mark.parametrize("case", NEAR_MISSES, ids=_ids(NEAR_MISSES))

@@ -110,6 +110,7 @@ DIFFERENT: dict[str, tuple[Poly, Poly]] = {
         S.power(add(X, Y), -1),
     ),
     "nor half the logarithm of a square": (S.exp(S.scale(S.log(S.power(X, 2)), 0.5)), X),
+    "nor the square of a logarithm": (S.exp(S.power(S.log(X), 2)), X),
     "nor the roots of a product": (S.mul(S.power(S.mul(P, Q), 0.5), S.power(div(P, Q), 0.5)), P),
     "nor the logarithms of one": (S.exp(S.scale(add(S.log(S.mul(X, Y)), S.log(div(X, Y))), 0.5)), X),
     "the mean of a product": (mean(S.mul(X, Y)), S.mul(mean(X), mean(Y))),
@@ -317,6 +318,15 @@ def test_the_rewriting_above_finds_equal_pairs_and_unequal_ones() -> None:
     for left, right, equal in trees:
         a, b = _normal([left, right])
         assert (a is b) == equal
+
+
+def test_a_sum_along_another_axis_is_no_mean_along_it() -> None:
+    def fn(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return x.sum(0), x.mean(0), x.sum((0, 1)), x.mean((0, 1))
+
+    graph = make_fx(fn, pre_dispatch=True)(torch.randn(3, 4, 5)).graph
+    canon = Canon(Space())
+    assert len({canon(root) for root in graph.find_nodes(op="output")[0].args[0]}) == 4
 
 
 def test_a_complex_number_has_two_parts_and_a_variance_along_another_axis_is_read_as_none() -> None:

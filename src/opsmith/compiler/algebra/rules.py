@@ -301,10 +301,7 @@ def _mean(c: Canon, node: Node, self: Any, dim: Any = None, keepdim: bool = Fals
         written = "sum" in c.keeps
         return _reduced(c, self, dim, keepdim, lambda x, n: s.reduce(name, x, n, as_written=written))
     # Another axis: an atom of its own, so that no law for the last axis applies and the report can name it.
-    kept = "sum" if any(m.expo for m, _ in c(self).terms) else "mean"
-    size = shape_of(self)[dim] if kept != name and isinstance(dim, int) else 1
-    atom = s.fn(kept, c(self), shape=shape_of(node), attrs=("dim", str(dim)))
-    return atom * float(size) if isinstance(size, int) else atom
+    return s.fn(name, c(self), shape=shape_of(node), attrs=("dim", str(dim)))
 
 
 @rule("linalg_vector_norm")
@@ -353,10 +350,11 @@ def _logsumexp(c: Canon, node: Node, self: Any, dim: Any, keepdim: bool) -> Poly
 
 @rule("softmax", "_softmax", "_safe_softmax")
 def _softmax(c: Canon, node: Node, self: Any, dim: Any, **_: Any) -> Poly:
-    if _is_last(self, dim):
-        return softmax(c.space, c(self), shape_of(self)[-1])
-    e = c.space.exp(c(self))
-    return e / c.space.fn("sum", e, shape=shape_of(self), attrs=("dim", str(dim)))
+    shape = shape_of(self)
+    axes = list(range(len(shape)))
+    axes[dim], axes[-1] = axes[-1], axes[dim]  # another axis is the last one of a permutation
+    scores = views.permute(c(self), tuple(axes))
+    return views.permute(softmax(c.space, scores, shape[dim]), tuple(axes))
 
 
 def softmax(s: Space, x: Poly, size: Dim) -> Poly:

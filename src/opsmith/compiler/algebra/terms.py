@@ -279,13 +279,14 @@ class Space:
         return unknown <= 1
 
     def exp(self, a: Poly) -> Poly:
-        """e ** a, with logarithms undone and constants taken out."""
+        """e ** a, with constants taken out and logarithms undone, but for a mask's beside scores."""
         result, rest = self.const(1), {}
         for mono, c in a.terms:
+            atom = mono.atom
             if mono is self.one and abs(c) < 700:  # what hides a score stays with the mask that it belongs to
                 result *= math.exp(c)
-            elif mono.expo is None and len(mono.factors) == 1 and mono.factors[0][0].name == "log":
-                result *= mono.factors[0][0].args[0] ** c
+            elif atom and atom.name == "log" and (len(a.terms) == 1 or "exp" in atom.args[0].names):
+                result *= atom.args[0] ** c
             else:
                 rest[mono] = c
         return self.monomial((), self._poly(rest)) * result

@@ -117,6 +117,8 @@ def permute(p: Poly, perm: tuple[int, ...]) -> Poly:
 
 def permute_rows(p: Poly, perm: tuple[int, ...]) -> Poly:
     """The same, moved into a softmax over the last axis where that stays the last: exponentials, and sums over it."""
+    if (atom := p.atom) is not None and atom.name == "permute":
+        return permute_rows(atom.args[0], tuple(int(atom.attrs[i]) for i in perm))
     same = perm == tuple(range(len(perm)))
     if same or perm[-1] != len(perm) - 1 or len(p.terms) != 1 or p.terms[0][0].expo is None:
         return permute(p, perm)

@@ -25,6 +25,8 @@ Pointwise = Callable[..., Poly]  # of the space, and of the operator's arguments
 _NONE_IGNORED = -(2**63)
 # In the place of a score this or less is believed to hide it: the others are far above.
 HIDES = -1e4
+# What bounds a root below is believed to keep a zero from dividing, as it does under the root.
+TINY = 1e-8
 _MORE_AXES = ("aten::unsqueeze", "aten::view", "aten::reshape")
 
 
@@ -52,6 +54,10 @@ def larger(s: Space, a: Value, b: Value) -> Poly:
         return a
     if a.constant is not None and b.constant is not None:
         return a if a.constant > b.constant else b
+    for x, least in ((a, b.constant or 0), (b, a.constant or 0)):
+        roots = [m for m, c in x.terms if c > 0 and not m.expo and all(p % 1 for _, p in m.factors)]
+        if 0 < least <= TINY and len(roots) == len(x.terms) == 1:
+            return (x * x + least**2) ** 0.5
     return s.fn("larger", *sorted((a, b), key=lambda p: p.uid))
 
 

@@ -364,6 +364,14 @@ SPELLINGS: list[tuple[str, str, Callable[..., Any], tuple[Any, ...]]] = [
         (_X, (7, N), (7,)),
     ),
     ("linear", "einsum", lambda x, w, b: torch.einsum("bln,on->blo", x, w) + b, (_X, (7, N), (7,))),
+    ("linear", "einsum, heads out", lambda x, w: torch.einsum("ibh,hnd->ibnd", x, w), (_X, (N, 3, 4))),
+    (
+        "linear",
+        "einsum, heads in",
+        lambda x, w: torch.einsum("ibnd,hnd->ibh", x, w),
+        ((2, 5, 3, 8), (7, 3, 8)),
+    ),
+    ("linear", "einsum, heads apart", lambda x, w: torch.einsum("...k,khd->h...d", x, w), (_X, (N, 3, 4))),
     (
         "linear",
         "Conv1D",

@@ -57,8 +57,7 @@ def _take_atom(s: Space, atom: Atom, piece: Piece, size: int) -> Poly:
     kind, first, second = piece
     shape = (*atom.shape[:-1], _length(piece, size))
     if atom.name == "join":
-        found = _of_join(atom, piece)
-        if found is not None:
+        if (found := _of_join(atom, piece)) is not None:
             return found
     elif atom.name in ELEMENTWISE:
         args = [take(a, piece, size) for a in atom.args]

@@ -7,6 +7,7 @@ results also the call, as `source`, and which of them it is, as `index`.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -326,8 +327,7 @@ def _variance(s: Space, x: Poly, size: Dim) -> Poly:
 
 @rule("var", "std")
 def _var(c: Canon, node: Node, self: Any, dim: Any = None, keepdim: bool = False, **how: Any) -> Poly:
-    correction = how.get("correction")
-    if correction is None:
+    if (correction := how.get("correction")) is None:
         correction = 1 if how.get("unbiased") in (None, True) else 0
 
     def spread(x: Poly, size: Dim) -> Poly:
@@ -475,7 +475,7 @@ def _linear(c: Canon, node: Node, input: Any, weight: Any, bias: Any) -> Poly:
 
 @rule("einsum")
 def _einsum(c: Canon, node: Node, equation: str, tensors: Any, path: Any) -> Poly:
-    """A contraction of two operands over one index: permuted to a batched matmul, and back."""
+    """A contraction of two operands: permuted, and several axes as one, to a batched matmul, and back."""
     inputs, _, output = equation.replace(" ", "").partition("->")
     parts = inputs.split(",")
     if len(parts) != 2 or not output:
@@ -491,15 +491,19 @@ def _einsum(c: Canon, node: Node, equation: str, tensors: Any, path: Any) -> Pol
     rows = [i for i in left if i not in right and i in output]
     cols = [i for i in right if i not in left and i in output]
     order = batch + rows + cols
-    if not len(inner) == len(cols) == 1 or not rows or len(output) != len(order):
+    if not inner or not rows or not cols or {*left, *right} != {*order, *inner} or len(output) != len(order):
         raise Unreadable
+    shapes = [shape_of(t) for t in (*tensors, node)]
+    sizes = dict(zip(left + right + output, itertools.chain(*shapes), strict=True))
+    outer, many, deep, wide = ([sizes[i] for i in axes] for axes in (batch, rows, inner, cols))
     a = views.permute_rows(c(tensors[0]), tuple(left.index(i) for i in batch + rows + inner))
+    a = views.reshape(a, (*outer, *many, *deep), (*outer, *many, math.prod(deep)))
     b = views.permute(c(tensors[1]), tuple(right.index(i) for i in batch + inner + cols))
-    if batch and len(rows) > 1:  # batches that share their matrices: one head of keys for all of the queries
-        *outer, deep, wide = (shape_of(tensors[1])[right.index(i)] for i in batch + inner + cols)
-        b = views.reshape(b, (*outer, deep, wide), (*outer, *(1,) * (len(rows) - 1), deep, wide))
-    sizes = dict(zip(output, shape_of(node), strict=True))
-    made = c.space.matmul(a, b, tuple(sizes[i] for i in order))
+    # Batches may share their matrices: one head of keys for all of the queries.
+    alike = (1,) * (len(rows) - 1) if batch else ()
+    b = views.reshape(b, (*outer, *deep, *wide), (*outer, *alike, math.prod(deep), math.prod(wide)))
+    made = c.space.matmul(a, b, whole := (*outer, *many, math.prod(wide)))
+    made = views.reshape(made, whole, (*outer, *many, *wide))
     return views.permute(made, tuple(order.index(i) for i in output))
 
 
@@ -508,8 +512,7 @@ def _sdpa(c: Canon, node: Node, query: Any, key: Any, value: Any, attn_mask: Any
     q, k, v = shape_of(query), shape_of(key), shape_of(value)
     if how["dropout_p"] != 0 or len(q) != len(k):
         raise Unreadable
-    scale = how["scale"]
-    if scale is None:
+    if (scale := how["scale"]) is None:
         if not isinstance(q[-1], int):
             raise Unreadable
         scale = q[-1] ** -0.5
@@ -705,8 +708,7 @@ def _component(c: Canon, node: Node, self: Any, dim: int, index: int, **_: Any) 
     if not isinstance(index, int):
         raise Unreadable
     at = (dim % len(shape), index)
-    found = pieces.components(c(self), shape, at[0])
-    if found is not None:
+    if (found := pieces.components(c(self), shape, at[0])) is not None:
         return found[index]
     # One that no law takes apart; twice the same is one term all the same.
     return c.space.fn("select", c(self), shape=(*shape[: at[0]], *shape[at[0] + 1 :]), attrs=at)

@@ -108,7 +108,7 @@ def permute(p: Poly, perm: tuple[int, ...]) -> Poly:
     mono, coef = p.terms[0]
     atom = mono.atom if len(p.terms) == 1 else None
     if atom is not None and atom.name == "permute":
-        return permute(atom.args[0], tuple(int(atom.attrs[i]) for i in perm)) * coef
+        return permute_rows(atom.args[0], tuple(int(atom.attrs[i]) for i in perm)) * coef
     if atom is not None and coef != 1:
         return permute(p.space.from_atom(atom), perm) * coef
     shape = tuple(p.shape[i] for i in perm) if len(p.shape) == len(perm) else p.shape
@@ -117,8 +117,6 @@ def permute(p: Poly, perm: tuple[int, ...]) -> Poly:
 
 def permute_rows(p: Poly, perm: tuple[int, ...]) -> Poly:
     """The same, moved into a softmax over the last axis where that stays the last: exponentials, and sums over it."""
-    if (atom := p.atom) is not None and atom.name == "permute":
-        return permute_rows(atom.args[0], tuple(int(atom.attrs[i]) for i in perm))
     same = perm == tuple(range(len(perm)))
     if same or perm[-1] != len(perm) - 1 or len(p.terms) != 1 or p.terms[0][0].expo is None:
         return permute(p, perm)

@@ -89,8 +89,7 @@ class Matcher:
         return env
 
     def _poly(self, p: Poly, t: Poly, env: Binding) -> Binding | None:
-        name = _variable(p.atom)
-        if name is not None:
+        if (name := _variable(p.atom)) is not None:
             return self._bind(env, name, t, t)
         negative = _variable(p.terms[0][0].atom) if len(p.terms) == 1 and p.terms[0][1] == -1 else None
         if negative is not None and len(t.terms) > 1:
@@ -161,8 +160,7 @@ class Matcher:
             return self._fail(env, p, t) if self.level else None
         if p.name == "join":
             return self._joined(p, t, env)
-        agreed = self._attrs(p, t, env)
-        if agreed is None:
+        if (agreed := self._attrs(p, t, env)) is None:
             return self._fail(env, p, t)
         with self._deeper():
             found = _each(self._poly, p.args, t.args, agreed)
@@ -275,8 +273,7 @@ def _paired(
 def _each(match: Match, wanted: Sequence[Any], got: Sequence[Any], env: Binding) -> Binding | None:
     """Several things matched in turn, each with what the ones before it have bound."""
     for p, t in zip(wanted, got, strict=True):
-        found = match(p, t, env)
-        if found is None:
+        if (found := match(p, t, env)) is None:
             return None
         env = found
     return env

@@ -68,8 +68,7 @@ def materialize(poly: Poly, canon: Canon, root: Node, shifted: bool = False) -> 
         return total
     if nodes := canon.nodes.get(poly):
         return _first(nodes, root)
-    atom = poly.atom
-    if atom is None:
+    if (atom := poly.atom) is None:
         return _sum(poly, canon, root)
     return atom.leaf if isinstance(atom.leaf, Node) else _made(atom, canon, root)
 
@@ -143,12 +142,14 @@ def _made(atom: Atom, canon: Canon, root: Node, times: float = 1.0) -> Operand |
         return None
     if atom.name == "permute":
         return Made(torch.ops.aten.permute.default, (inner, list(atom.attrs)), atom.shape)
-    if atom.name == "reshape":  # an axis as two of them
-        for i, pair in enumerate(pairwise(atom.shape)):
-            sizes = [n if isinstance(n, int) else -1 for n in pair]
-            whole = (*atom.shape[:i], pair[0] * pair[1], *atom.shape[i + 2 :])
-            if whole == shape_of_operand(inner) and sizes != [-1, -1]:
-                return Made(torch.ops.aten.unflatten.int, (inner, i, sizes), atom.shape)
+    if atom.name == "reshape":  # an axis as two of them, or two as one
+        before, after = shape_of_operand(inner), atom.shape
+        for i, pair in enumerate(pairwise(before if len(before) > len(after) else after)):
+            sizes, whole = [n if isinstance(n, int) else -1 for n in pair], (pair[0] * pair[1],)
+            if (*after[:i], *whole, *after[i + 2 :]) == before and sizes != [-1, -1]:
+                return Made(torch.ops.aten.unflatten.int, (inner, i, sizes), after)
+            if (*before[:i], *whole, *before[i + 2 :]) == after:
+                return Made(torch.ops.aten.flatten.using_ints, (inner, i, i + 1), after)
     if atom.name == "not":
         return Made(torch.ops.aten.logical_not.default, (inner,), atom.shape)
     if atom.name in _FILLS:

@@ -43,7 +43,7 @@ from opsmith.operator import Operator, Pattern
 
 MIN_COMPOSITE = 3  # a near miss is something written out by hand, not a lone tanh
 LEFT_OPERAND = dict.fromkeys(("aten::linear", "aten::matmul", "aten::mm", "aten::bmm"), 0)
-LEFT_OPERAND |= {"aten::addmm": 1, "aten::baddbmm": 1, "aten::cross_entropy_loss": 0}
+LEFT_OPERAND |= {"aten::addmm": 1, "aten::baddbmm": 1, "aten::cross_entropy_loss": 0, "aten::einsum": 0}
 PRODUCTS = ("aten::matmul", "aten::bmm")
 SCORES = (*PRODUCTS, "aten::einsum", "aten::scaled_dot_product_attention")
 
@@ -103,8 +103,7 @@ class _Finder:
         for node in reversed(list(self.graph.nodes)):
             if node in self.consumed or not _may_be_root(node):
                 continue
-            site = self._site(node)
-            if site is not None:
+            if (site := self._site(node)) is not None:
                 result.sites.append(site)
                 # What it makes of its main input; other sites may share the rest, as all layers a rotation's tables.
                 main = next(filter(None, (set(nodes_in(v)) for v in site.arguments.values())))
@@ -178,7 +177,8 @@ class _Finder:
                 yield Reading(template, cut, window)
         # A norm whose weight the model computes (Nemotron keeps it less one) takes that as it is; so does a rotation a
         # table that is put together for positions of several kinds (Qwen2-VL's in time, height and width).
-        whole = [n for n in region if n is not root and (len(shape_of(n)) == 1 or _of_many(n))]
+        joined = {n for n in region if op_name(n) == "aten::cat" and len(n.args[0]) > 2}  # type: ignore[arg-type]
+        whole = [n for n in region if n is not root and (len(shape_of(n)) == 1 or n in joined)]
         for template in self.templates if whole else ():
             for cut in candidates if template.cut is not None else ():
                 yield Reading(template, (*cut, *whole), window)
@@ -201,9 +201,13 @@ class _Finder:
         template, term = reading.template, canon(root)
         if "join" in template.term.names:
             term = lower(term, shape_of(root))
-        after: After = ()  # an einsum writes its axes in any order
+        after: After = ()  # an einsum writes its axes in any order, and several for the last one
         if (atom := term.atom) is not None and op_name(root) == "aten::einsum" and atom.name == "permute":
             term, after = atom.args[0], ((torch.ops.aten.permute.default, (atom.attrs,)),)
+        if (atom := term.atom) is not None and atom.name == "reshape" and op_name(root) == "aten::einsum":
+            sizes = [n if isinstance(n, int) else -1 for n in atom.shape[len(atom.args[0].shape) - 1 :]]
+            if sizes.count(-1) < 2:
+                term, after = atom.args[0], ((torch.ops.aten.unflatten.int, (-1, sizes)), *after)
         elif atom is not None and atom.name == "reshape" and op_name(root) in PRODUCTS:
             # Heads that are one axis with the batch outside.
             term, after = atom.args[0], ((torch.ops.aten.flatten.using_ints, (0, -3)),)
@@ -247,10 +251,8 @@ class _Finder:
             if operand is None:
                 return (f"{name} as a value of the graph", "an expression no node computes", value)
             call[name] = operand
-            if name in how.aligned:
-                layout = _layout(value)
-                if layout is not None:
-                    layouts[name] = layout
+            if name in how.aligned and (layout := _layout(value)) is not None:
+                layouts[name] = layout
         for name, mask in how.rows.items():
             call[name] = with_rows_kept(call[name], call.get(mask))
         if len(set(layouts.values())) > 1:
@@ -289,8 +291,7 @@ class _Finder:
         rank = len(shape_of_operand(call[main]))
         refusal = ("inputs that the operator can be called with", "other shapes")
         for layout in [p for p in how.layouts if len(p) == rank] or [tuple(range(rank))]:
-            arranged = _arranged(call, main, layout, how.shared)
-            if arranged is None:
+            if (arranged := _arranged(call, main, layout, how.shared)) is None:
                 continue
             after = squeezed
             region = set(between(root, [n for v in arranged.values() for n in nodes_in(v)]))
@@ -368,10 +369,6 @@ def _following(values: Iterable[Node], region: Iterable[Node]) -> set[Node]:
     return known.intersection(region)
 
 
-def _of_many(node: Node) -> bool:
-    return op_name(node) == "aten::cat" and len(node.args[0]) > 2  # type: ignore[arg-type]
-
-
 def _size(term: Poly) -> int:
     return sum(len(m.factors) + (_size(m.expo) if m.expo else 0) for m, _ in term.terms)
 
@@ -420,8 +417,7 @@ def _arranged(
     rank = len(layout)
     for name, axis in shared.items():
         missing = rank - len(shape_of_operand(call[name]))
-        value = without_axis(call[name], layout[axis] - missing)
-        if value is None:
+        if (value := without_axis(call[name], layout[axis] - missing)) is None:
             return None
         others = [i - (i > layout[axis]) - missing for n, i in enumerate(layout) if n != axis]
         order = [i for i in others if i >= 0]

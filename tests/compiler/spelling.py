@@ -336,6 +336,7 @@ SPELLINGS: list[tuple[str, str, Callable[..., Any], tuple[Any, ...]]] = [
     ("bias_gelu", "erf", lambda x, b: (x + b) * 0.5 * (1 + torch.erf((x + b) / math.sqrt(2))), (_X, _W)),
     ("bias_gelu", "aten", lambda x, b: F.gelu(b + x), (_X, _W)),
     ("bias_gelu", "tanh", lambda x, b: F.gelu(x + b, approximate="tanh"), (_X, _W)),
+    ("silu_mul", "sums", lambda g, a, u, b: F.silu(g + a * 2) * (u + b * 2), (_X, _X, _X, _X)),
     ("gelu_mul", "aten", lambda g, u: F.gelu(g) * u, (_X, _X)),
     ("gelu_mul", "up first", lambda g, u: u * F.gelu(g), (_X, _X)),
     ("gelu_mul", "erf", lambda g, u: 0.5 * g * (1 + torch.erf(g * math.sqrt(0.5))) * u, (_X, _X)),

@@ -89,9 +89,8 @@ class _Finder:
         templates = [Template.trace(self.space, card, p) for card in cards for p in card.patterns]
         # The richest pattern first: attention before softmax, an affine norm before a plain one. Of two alike, that of
         # an operator that somebody has added to ours.
-        self.templates = sorted(
-            templates, key=lambda t: (-len(t.term.names), -_size(t.term), -len(t.variables))
-        )
+        templates.sort(key=lambda t: (-len(t.term.names), -_size(t.term), -len(t.variables)))
+        self.templates = templates
         self.windows = Windows(self.opaque)
         self.known = _known(tuple(t.pattern for t in self.templates))
         self.consumed: set[Node] = set()
@@ -164,9 +163,8 @@ class _Finder:
 
     def _canon(self, root: Node, reading: Reading) -> Canon:
         leaves = {n: self.space.leaf(n, shape_of(n)) for n in reading.cut}
-        return Canon(
-            self.space, leaves, root, reading.window.read, reading.template.pattern.recognition.keeps
-        )
+        keeps = reading.template.pattern.recognition.keeps
+        return Canon(self.space, leaves, root, reading.window.read, keeps)
 
     def _readings(self, root: Node, window: Window) -> Iterator[Reading]:
         """The ways to read a node: by each template, with every value as its main input that could be that."""
@@ -177,11 +175,14 @@ class _Finder:
                 yield Reading(template, cut, window)
         # A norm whose weight the model computes (Nemotron keeps it less one) takes that as it is; so does a rotation a
         # table that is put together for positions of several kinds (Qwen2-VL's in time, height and width).
+        # And a gated activation what it multiplies by, which may be a sum, as a layer's with its adapter is.
         joined = {n for n in region if op_name(n) == "aten::cat" and len(n.args[0]) > 2}  # type: ignore[arg-type]
         whole = [n for n in region if n is not root and (len(shape_of(n)) == 1 or n in joined)]
-        for template in self.templates if whole else ():
-            for cut in candidates if template.cut is not None else ():
-                yield Reading(template, (*cut, *whole), window)
+        factors = [[n] for n in root.all_input_nodes if op_name(root) == "aten::mul" and n in region]
+        for also in filter(None, (whole, *factors)):
+            for template in self.templates:
+                for cut in candidates if template.cut is not None else ():
+                    yield Reading(template, (*cut, *also), window)
         # Products of operands that are taken as they are: a scale on them belongs to what computed it. Attention has
         # two in its scores, each of which may be a norm; written out, the keys are transposed first.
         products = [n for n in (root, *root.all_input_nodes) if n in region and op_name(n) in LEFT_OPERAND]
@@ -270,19 +271,14 @@ class _Finder:
             call[name] = vector_of(operand := call[name], axis)
             if call[name] is None:
                 return (f"{name} as a vector", "values that differ along other axes", operand)
-        ranks = {
-            n: len(s)
-            for n, s in template.pattern.inputs.items()
-            if isinstance(s, tuple) and n not in how.vectors
-        }
+        given = template.pattern.inputs.items()
+        ranks = {n: len(s) for n, s in given if isinstance(s, tuple) and n not in how.vectors}
         squeezed: After = ()
         main = template.variables[0]
         if len(shape_of_operand(call[main])) == ranks[main] - 1 and how.aligned:
             unsqueeze = torch.ops.aten.unsqueeze.default
-            call = {
-                n: Made(unsqueeze, (v, 0), (1, *shape_of_operand(v))) if n in ranks else v
-                for n, v in call.items()
-            }
+            for n in ranks.keys() & call.keys():
+                call[n] = Made(unsqueeze, (call[n], 0), (1, *shape_of_operand(call[n])))
             squeezed = ((torch.ops.aten.squeeze.dim, (0,)),)
         for name, convert in how.converted.items():
             call[name] = Made(convert, (call[name],), shape_of_operand(call[name]))
@@ -293,16 +289,13 @@ class _Finder:
         for layout in [p for p in how.layouts if len(p) == rank] or [tuple(range(rank))]:
             if (arranged := _arranged(call, main, layout, how.shared)) is None:
                 continue
-            after = squeezed
+            turned = layout != tuple(range(rank))
+            back: After = ((torch.ops.aten.permute.default, (inverse(layout),)),) if turned else ()
+            after = (*squeezed, *back, *moved)
             region = set(between(root, [n for v in arranged.values() for n in nodes_in(v)]))
-            if layout != tuple(range(rank)):
-                after = (*squeezed, (torch.ops.aten.permute.default, (inverse(layout),)))
-            after = (*after, *moved)
             site = Site(template.card, template.pattern.name, arranged, (root,), region, after)
-            if self.effects.disturbed(region, (root,)):
-                refusal = ("values that stay as they are", "one changed in place")
-                continue
-            problem = check(site)
+            disturbed = self.effects.disturbed(region, (root,))
+            problem = ("values that stay as they are", "one changed in place") if disturbed else check(site)
             if problem is None:
                 return site
             refusal = problem

@@ -52,6 +52,16 @@ def _gathered(x: Any, t: Any) -> Any:
     return -F.log_softmax(x, dim=-1).gather(-1, t.clamp(min=0).unsqueeze(-1)).squeeze(-1)
 
 
+def _selected(x: Any, t: Any) -> Any:
+    """Logarithms of probabilities, without the sign of a loss, as preference and policy losses read them."""
+    ids = t.clamp(min=0).unsqueeze(-1)
+    return x.gather(-1, ids).squeeze(-1) - x.logsumexp(-1)
+
+
+def _of_one_more_axis(x: Any, t: Any) -> Any:
+    return F.log_softmax(x, dim=-1).gather(-1, t.clamp(min=0)[..., None]).exp()
+
+
 def _soft_capped(x: Any, t: Any) -> Any:
     """As Gemma 2 limits its logits: less a constant, which no probability shows, they are no value of the graph."""
     return F.cross_entropy(torch.tanh(x / 30.0) * 30.0, t)
@@ -65,6 +75,8 @@ def _soft_capped(x: Any, t: Any) -> Any:
         (_smoothed, {"reduction": "none", "ignore_index": -100, "label_smoothing": 0.1}),
         (_by_logarithm, {"reduction": "sum", "ignore_index": 7, "label_smoothing": 0.0}),
         (_gathered, {"reduction": "none", "ignore_index": -(2**63), "label_smoothing": 0.0}),
+        (_selected, {"reduction": "none", "ignore_index": -(2**63)}),
+        (_of_one_more_axis, {"reduction": "none", "ignore_index": -(2**63), "label_smoothing": 0.0}),
         (_written_out, {"reduction": "mean", "ignore_index": -100, "label_smoothing": 0.0}),
     ],
     ids=lambda v: v.__name__.strip("_") if callable(v) else "",
@@ -102,9 +114,23 @@ def _not_a_logarithm(x: Any, t: Any) -> Any:
     return F.nll_loss(x - x.exp().mean(-1, keepdim=True).log(), t)
 
 
+def _smoothed_by_hand(x: Any, t: Any) -> Any:
+    """All the logarithms are there, as their mean needs them: a loss would read the logits once more."""
+    logs = F.log_softmax(x, dim=-1)
+    return -logs.gather(-1, t.clamp(min=0).unsqueeze(-1)).squeeze(-1) - 0.1 * logs.mean(-1)
+
+
 @pytest.mark.parametrize(
     "fn",
-    [_weighted, _of_probabilities, _of_pixels, _not_a_logarithm, _gathered_along_rows, _several_gathered],
+    [
+        _smoothed_by_hand,
+        _weighted,
+        _of_probabilities,
+        _of_pixels,
+        _not_a_logarithm,
+        _gathered_along_rows,
+        _several_gathered,
+    ],
     ids=lambda f: f.__name__.strip("_"),
 )
 def test_other_losses_are_left_alone(fn: Callable[..., Any]) -> None:
@@ -121,6 +147,12 @@ def _shifted_logits(x: Any, w: Any, t: Any) -> Any:
 def _shifted_labels(x: Any, w: Any, t: Any) -> Any:
     target = F.pad(t, (0, 1), value=-100)[..., 1:].contiguous()
     return F.cross_entropy(F.linear(x, w).float().view(-1, _V), target.view(-1), reduction="sum")
+
+
+def _of_policy(x: Any, w: Any, t: Any) -> Any:
+    target = t[..., 1:].clamp(min=0)
+    of_tokens = F.log_softmax(F.linear(x, w)[..., :-1, :].float(), dim=-1).gather(-1, target.unsqueeze(-1))
+    return (of_tokens.squeeze(-1) * (t[..., 1:] != -100)).sum(-1)
 
 
 def _returned_too(x: Any, w: Any, t: Any) -> Any:
@@ -143,6 +175,8 @@ def _scaled(x: Any, w: Any, t: Any) -> Any:
         (_shifted_logits, ["linear_cross_entropy"], torch.float32),
         (_shifted_logits, ["linear_cross_entropy"], torch.bfloat16),
         (_shifted_labels, ["linear_cross_entropy"], torch.bfloat16),
+        (_of_policy, ["linear_cross_entropy"], torch.float32),
+        (_of_policy, ["linear_cross_entropy"], torch.bfloat16),
         (_returned_too, ["linear", "cross_entropy"], torch.bfloat16),
         (_used_twice, ["linear", "cross_entropy"], torch.float32),
         (_scaled, ["linear", "cross_entropy"], torch.float32),

@@ -81,11 +81,8 @@ def _read_fewer_rows(site: Site, inside: set[Node], fits: Fits) -> None:
     ):
         x, (user,) = site.arguments.get("x"), site.root.users
         rank = len(shape_of(site.root))
-        if (
-            x is None
-            or len(shape_of_operand(x)) != rank
-            or op_name(user) not in ("aten::slice", "aten::select")
-        ):
+        fewer = op_name(user) in ("aten::slice", "aten::select")
+        if not fewer or x is None or len(shape_of_operand(x)) != rank:
             return
         given = arguments(user)
         axis, more = int(given["dim"]) % rank, [v for n, v in given.items() if n not in ("self", "dim")]
@@ -115,11 +112,10 @@ def _pairs(sites: list[Site], cards: Mapping[str, Operator], fits: Fits) -> list
     merging = {c.merges.of: (c, c.merges) for c in cards.values() if isinstance(c.merges, MergedCalls)}
     result: list[Site] = []
     for site in sites:
-        merged = None
+        how = merging.get(site.card.name)
         before = next((s for s in reversed(result) if s.card is site.card), None)
-        if site.card.name in merging and before is not None:
-            merged = _paired(*merging[site.card.name], before, site)
-        if before is not None and merged is not None and fits(merged):
+        merged = _paired(*how, before, site) if how and before else None
+        if before and merged and fits(merged):
             result[result.index(before)] = merged
         else:
             result.append(site)
@@ -190,14 +186,14 @@ def _unwrapped(value: Any) -> tuple[Any, list[Node], Slices]:
     return value, chain, slices
 
 
-def _rows(value: Operand, slices: Slices) -> Operand:
-    """The slices of a value as rows."""
+def _rows(value: Operand, slices: Slices, like: Operand) -> Operand:
+    """The slices of a value as rows, of as many axes as another value has."""
     for more in slices:
         shape = list(shape_of_operand(value))
         shape[more[0]] = -1  # not known here, and not needed
         value = Made(torch.ops.aten.slice.Tensor, (value, *more), tuple(shape))
     shape = list(shape_of_operand(value))
-    if len(shape) == 2 and not slices:
+    if len(shape) == len(shape_of_operand(like)):
         return value
     return Made(torch.ops.aten.reshape.default, (value, [-1, shape[-1]]), (-1, shape[-1]))
 
@@ -217,17 +213,18 @@ def _with_layer(
     if layer.after or not set(layer.arguments) <= {how.over, *inspect.signature(card.function).parameters}:
         return None
     call = {
-        how.rows: _rows(layer.arguments[how.over], slices),
+        how.rows: _rows(layer.arguments[how.over], slices, site.arguments[how.through]),
         **{n: v for n, v in layer.arguments.items() if n != how.over},
         **{n: v for n, v in site.arguments.items() if n != how.through},
         **_dtype_of(site, layer.root),
     }
-    return Site(card, site.pattern, call, site.outputs, inner | layer.region, (), (layer, site))
+    return Site(card, site.pattern, call, site.outputs, inner | layer.region, site.after, (layer, site))
 
 
 def _spare_cast(site: Site, read: Node, chain: list[Node], slices: Slices, fits: Fits) -> None:
     """Let an operator read a narrow input itself, where the model widens a copy of it first."""
     dtype = _dtype_of(site, read)
-    call = {**site.arguments, site.card.widens: _rows(read, slices), **dtype}
+    rows = _rows(read, slices, site.arguments[site.card.widens])
+    call = {**site.arguments, site.card.widens: rows, **dtype}
     if dtype:
         _grow(site, fits, arguments=call, region=site.region | set(chain))

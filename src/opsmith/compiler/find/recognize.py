@@ -21,7 +21,7 @@ from torch.fx import Node
 from opsmith.compiler.algebra.canon import BOUNDARIES, Canon, arguments, is_readable, op_name, shape_of
 from opsmith.compiler.algebra.pieces import lower
 from opsmith.compiler.algebra.terms import Atom, Poly, Space
-from opsmith.compiler.algebra.views import inverse
+from opsmith.compiler.algebra.views import inverse, reshape
 from opsmith.compiler.capture.mutation import effects
 from opsmith.compiler.find.growth import grow
 from opsmith.compiler.find.match import Binding, Matcher, Mismatch, parts
@@ -39,7 +39,7 @@ from opsmith.compiler.find.operands import (
 from opsmith.compiler.find.site import After, Site, between, check, cuts, where
 from opsmith.compiler.find.template import Template
 from opsmith.compiler.find.window import MAX_READ, Window, Windows
-from opsmith.operator import Operator, Pattern
+from opsmith.operator import Kind, Operator, Pattern
 
 MIN_COMPOSITE = 3  # a near miss is something written out by hand, not a lone tanh
 LEFT_OPERAND = dict.fromkeys(("aten::linear", "aten::matmul", "aten::mm", "aten::bmm"), 0)
@@ -102,7 +102,7 @@ class _Finder:
         for node in reversed(list(self.graph.nodes)):
             if node in self.consumed or not _may_be_root(node):
                 continue
-            if (site := self._site(node)) is not None:
+            if (site := self._site(node)) is not None and not _is_read_again(site):
                 result.sites.append(site)
                 # What it makes of its main input; other sites may share the rest, as all layers a rotation's tables.
                 main = next(filter(None, (set(nodes_in(v)) for v in site.arguments.values())))
@@ -212,6 +212,11 @@ class _Finder:
         elif atom is not None and atom.name == "reshape" and op_name(root) in PRODUCTS:
             # Heads that are one axis with the batch outside.
             term, after = atom.args[0], ((torch.ops.aten.flatten.using_ints, (0, -3)),)
+        elif op_name(root) == "aten::gather" and shape_of(root)[-1] == 1:  # one number of each row
+            term = reshape(term, shape_of(root), shape_of(root)[:-1])
+            after = ((torch.ops.aten.unsqueeze.default, (-1,)),)
+        if any(coef < 0 and a.name == "nll" for mono, coef in term.terms for a, _ in mono.factors):
+            term, after = -term, ((torch.ops.aten.neg.default, ()), *after)  # a loss without its sign
         # A matmul whose operand lacks its transpose is read all the same, so that it can be reported.
         if not template.term.names - {"permute"} <= term.names:
             return None
@@ -360,6 +365,13 @@ def _following(values: Iterable[Node], region: Iterable[Node]) -> set[Node]:
         if not known.isdisjoint(node.all_input_nodes):
             known.add(node)
     return known.intersection(region)
+
+
+def _is_read_again(site: Site) -> bool:
+    """Whether logarithms of all probabilities, which a loss would spare, are there for something else too."""
+    logits = site.arguments.get("logits") if site.card.kind is Kind.LOSS else None
+    inside = [n for n in site.region if logits is not None and shape_of(n) == shape_of_operand(logits)]
+    return any(not site.region.issuperset(n.users) for n in inside)
 
 
 def _size(term: Poly) -> int:

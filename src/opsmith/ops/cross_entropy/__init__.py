@@ -120,14 +120,9 @@ def definition(
         logits = logits.to(dtype)
     rows, flat = logits.reshape(target.numel(), classes), target.reshape(-1).long()
     whole = z_loss == 0 and reduction != REDUCTIONS["none"]
+    options: dict[str, Any] = {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
     try:
-        loss = F.cross_entropy(
-            rows,
-            flat,
-            ignore_index=ignore_index,
-            label_smoothing=label_smoothing,
-            reduction=[*REDUCTIONS][reduction] if whole else "none",
-        )
+        loss = F.cross_entropy(rows, flat, **options, reduction=[*REDUCTIONS][reduction] if whole else "none")
     except (IndexError, RuntimeError):
         if type(target) is Tensor:
             check_targets(target, classes, ignore_index, op)
@@ -301,33 +296,37 @@ class _CrossEntropy(Loss):
 _CALL = _CrossEntropy(
     SIGNATURE, cross_entropy, definition, converted={"reduction": lambda reduction: REDUCTIONS[reduction]}
 )
+_SHAPES = {"logits": ("N", "V"), "target": ("N",)}
 
 
 def _pattern(reduction: str) -> Pattern:
-    def written(logits: Tensor, target: Tensor, ignore_index: float, label_smoothing: float) -> Tensor:
-        return F.cross_entropy(
-            logits,
-            target,
-            ignore_index=int(ignore_index),
-            reduction=reduction,
-            label_smoothing=label_smoothing,
-        )
+    def written(logits: Tensor, target: Tensor, ignore_index: float, **smoothing: Any) -> Tensor:
+        options: dict[str, Any] = {"ignore_index": int(ignore_index), "reduction": reduction, **smoothing}
+        return F.cross_entropy(logits, target, **options)
 
     return Pattern(
         f"cross_entropy(logits, target, {reduction})",
         written,
-        {"logits": ("N", "V"), "target": ("N",), "ignore_index": -12345, "label_smoothing": 0.12345},
+        {**_SHAPES, "ignore_index": -12345, "label_smoothing": 0.12345},
         dtypes={"target": "ids"},
         fixed={"reduction": reduction},
     )
 
+
+_SELECTED = Pattern(
+    "logsumexp(logits) - logits[target]",
+    lambda logits, target: logits.logsumexp(-1) - logits.gather(-1, target.unsqueeze(-1)).squeeze(-1),
+    _SHAPES,
+    dtypes={"target": "ids"},
+    fixed={"reduction": "none", "ignore_index": -(2**63)},  # as `gather` ignores none
+)
 
 CARD = _CALL.card(
     kind=Kind.LOSS,
     cost=cost,
     samples=samples,
     workloads=workloads,
-    patterns=tuple(_pattern(reduction) for reduction in REDUCTIONS),
+    patterns=(*map(_pattern, REDUCTIONS), _SELECTED),
     widens="logits",
     schemas=declare(SIGNATURE),
     source="Szegedy et al., 2015; Chowdhery et al., 2022; Milakov, Gimelshein, 2018",

@@ -33,19 +33,15 @@ inline __attribute__((always_inline)) Vec fold(const Vec* v) {
   constexpr int from[W] = {0, 2, 1, 3, 8,  10, 9,  11,
                            4, 6, 5, 7, 12, 14, 13, 15};  // what the steps below leave where
   Vec sum[W];
-#pragma GCC unroll 16
   for (int i = 0; i < W; ++i) sum[from[i]] = v[i];
-#pragma GCC unroll 8
   for (int i = 0; i < 8; ++i) {
     const __m512 a = sum[i], b = sum[i + 8];
     sum[i] = plus<Units>(_mm512_mask_blend_ps(0xff00, a, b), _mm512_shuffle_f32x4(a, b, 0x4e));
   }
-#pragma GCC unroll 4
   for (int i = 0; i < 4; ++i) {
     const __m512 a = sum[i], b = sum[i + 4];
     sum[i] = plus<Units>(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
   }
-#pragma GCC unroll 2
   for (int i = 0; i < 2; ++i) {
     const __m512 a = sum[i], b = sum[i + 2];
     sum[i] = plus<Units>(_mm512_mask_blend_ps(0xcccc, a, b), _mm512_shuffle_ps(a, b, 0x4e));
@@ -55,7 +51,6 @@ inline __attribute__((always_inline)) Vec fold(const Vec* v) {
 #else
 template <class Units, int h = W / 2>
 inline __attribute__((always_inline)) Vec fold(Vec* v) {
-#pragma GCC unroll 8
   for (int i = 0; i < h; ++i) {
     exchange<h>(v[i], v[i + h], std::make_integer_sequence<int, W>{});
     v[i] = plus<Units>(v[i], v[i + h]);
@@ -107,13 +102,10 @@ __attribute__((noinline)) void score_keys(const Rows& rows, const T* const* keys
         const auto add = [&](int64_t c, int64_t until) {
           if constexpr (in_pairs<T>) {
             const Pair x = load_pair(key + c, until - c);
-#pragma GCC unroll 4
             for (int r = 0; r < R; ++r) a[r] = Units::mac(load(q + r * depth + c), x.a, a[r]);
-#pragma GCC unroll 4
             for (int r = 0; r < R; ++r) a[r] = Units::mac(load(q + r * depth + c + W), x.b, a[r]);
           } else {
             const Vec x = load_units<Units>(key, c, until);
-#pragma GCC unroll 4
             for (int r = 0; r < R; ++r) a[r] = Units::mac(load(q + r * depth + c / Units::per_unit), x, a[r]);
           }
         };
@@ -125,7 +117,6 @@ __attribute__((noinline)) void score_keys(const Rows& rows, const T* const* keys
           if (whole < dim) add(whole, dim);
         }
       }
-#pragma GCC unroll 4
       for (int r = 0; r < R; ++r) sum[u * R + r] = a[r];
       if (++unit == all) {
         unit = 0;
@@ -153,15 +144,12 @@ __attribute__((noinline)) void score_fours(const Rows& rows, const bfloat16* con
 #pragma GCC unroll 4
       for (int c = 0; c < fixed; ++c) {
         Vec key[N];
-#pragma GCC unroll 4
         for (int t = 0; t < N; ++t) {
           ask(uintptr_t(keys[skip + t * apart] + at + 2 * W * c));
           key[t] = (Vec)_mm512_loadu_si512(keys[t * apart] + at + 2 * W * c);
         }
-#pragma GCC unroll 4
         for (int r = 0; r < R; ++r) {
           const Vec q = load(rows.q + ((row + r) * fixed + c) * W);
-#pragma GCC unroll 4
           for (int t = 0; t < N; ++t) sum[t * R + r] = BFloatUnits::mac(q, key[t], sum[t * R + r]);
         }
       }
@@ -229,11 +217,9 @@ __attribute__((noinline)) void add_values(Weights weights, const T* const* value
           ask(uintptr_t((i < lines ? first : second)[skip]) + (at + i % lines * line) * sizeof(T));
         }
         const Vec x = Units::broadcast(w + r);
-#pragma GCC unroll 16
         for (int i = 0; i < vectors; ++i) sum[r][i] = Units::mac(x, column[i], sum[r][i]);
       }
     }
-#pragma GCC unroll 4
     for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 16
       for (int n = 0; n < vectors; ++n) {

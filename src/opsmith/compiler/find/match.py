@@ -123,7 +123,9 @@ class Matcher:
             env = bound
         same = hole is not None or math.isclose(pc, tc, rel_tol=RTOL)
         if (pm.expo is None) != (tm.expo is None) or len(pm.factors) != len(tm.factors):
-            near = same and (self.level or _functions(pm) & _functions(tm))  # else another thing altogether
+            wanted = _functions(pm)
+            # Else another thing altogether, as one product of matrices is of any other.
+            near = same and (self.level or (wanted & _functions(tm) and wanted != {"matmul"}))
             return self._fail(env, self.space._poly({pm: pc}), term) if near else None
         # What is known already first: where that is not among the factors, the others need no look.
         todo = sorted(pm.factors, key=lambda f: 1 if f[0].leaf is None else 2 * (_variable(f[0]) not in env))
@@ -284,7 +286,7 @@ def _variable(atom: Atom | None) -> str | None:
 
 
 def _functions(mono: Mono) -> set[str]:
-    return {a.name for a, _ in mono.factors if a.leaf is None and a.name not in ("base", "matmul")}
+    return {a.name for a, _ in mono.factors if a.leaf is None and a.name != "base"}
 
 
 def _whole(atom: Atom) -> str | None:

@@ -18,7 +18,7 @@ from torch.fx import Node
 
 from opsmith.compiler.algebra import pieces, views
 from opsmith.compiler.algebra.canon import Canon, Unreadable, op_name, rule, shape_of, shape_of_value
-from opsmith.compiler.algebra.terms import Dim, Poly, Shape, Space
+from opsmith.compiler.algebra.terms import Atom, Dim, Poly, Shape, Space
 
 Value = Poly | float
 Pointwise = Callable[..., Poly]  # of the space, and of the operator's arguments in their order
@@ -55,11 +55,20 @@ def larger(s: Space, a: Value, b: Value) -> Poly:
         return a
     if a.constant is not None and b.constant is not None:
         return a if a.constant > b.constant else b
-    for x, least in ((a, b.constant or 0), (b, a.constant or 0)):
-        roots = [m for m, c in x.terms if c > 0 and not m.expo and all(p % 1 for _, p in m.factors)]
-        if 0 < least <= TINY and len(roots) == len(x.terms) == 1:
-            return (x * x + least**2) ** 0.5
     return s.fn("larger", *sorted((a, b), key=lambda p: p.uid))
+
+
+def unbounded(term: Poly) -> Poly:
+    """A term whose roots have what bounds them below, and is tiny, under themselves."""
+
+    def of(atom: Atom) -> Poly:
+        for x, bound in (atom.args, atom.args[::-1]) if atom.name == "larger" and atom.leaf is None else ():
+            roots = [m for m, c in x.terms if c > 0 and not m.expo and all(p % 1 for _, p in m.factors)]
+            if 0 < (bound.constant or 0) <= TINY and len(roots) == len(x.terms) == 1:
+                return (x * x + bound * bound) ** 0.5
+        return term.space.from_atom(atom)
+
+    return term.space.rebuilt(term, of, lambda exponent: exponent)
 
 
 def smaller(s: Space, a: Value, b: Value) -> Poly:

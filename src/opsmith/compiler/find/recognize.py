@@ -20,6 +20,7 @@ from torch.fx import Node
 
 from opsmith.compiler.algebra.canon import BOUNDARIES, Canon, arguments, is_readable, op_name, shape_of
 from opsmith.compiler.algebra.pieces import lower
+from opsmith.compiler.algebra.rules import unbounded
 from opsmith.compiler.algebra.terms import Atom, Poly, Space
 from opsmith.compiler.algebra.views import inverse, reshape
 from opsmith.compiler.capture.mutation import effects
@@ -202,6 +203,8 @@ class _Finder:
         template, term = reading.template, canon(root)
         if "join" in template.term.names:
             term = lower(term, shape_of(root))
+        if "larger" in term.names - template.term.names:
+            term = unbounded(term)
         after: After = ()  # an einsum writes its axes in any order, and several for the last one
         if (atom := term.atom) is not None and op_name(root) == "aten::einsum" and atom.name == "permute":
             term, after = atom.args[0], ((torch.ops.aten.permute.default, (atom.attrs,)),)

@@ -158,7 +158,8 @@ def optimize(
             session.skipped = list(warm.run(model, session.selector))
         if calls and not session.graphs and not session.unread:
             why = next(iter(session.breaks.values()), "TORCH_LOGS=graph_breaks says why")
-            raise RuntimeError(f"optimize: PyTorch made no graph of this model, which is as it was: {why}")
+            said = f"optimize: PyTorch made no graph of this model, which is as it was: {why}"
+            raise RuntimeError(f"{said}; optimize the modules that it calls, each by itself")
     except BaseException as error:
         restore(model)
         # Ctrl-C; and ranks whose model eager would run again on this one alone, in step with nobody.

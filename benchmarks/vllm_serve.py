@@ -3,9 +3,10 @@
     .venv-vllm/bin/python benchmarks/vllm_serve.py MODEL --rounds 5 --concurrency 1 4 16 --json served.json
     .venv-vllm/bin/python benchmarks/vllm_serve.py llama-1.1b --ways off auto int8 --server --max-model-len 1024
 
-A server for each way listens on this machine alone; one at a time gets requests, in random order within a round, of
-random tokens by the round's seed, so that a ratio is one of neighbors in time. Times mean something on a machine that
-does nothing else. Not named after the package, which scripts beside it would import instead of vLLM.
+A server for each way listens on this machine alone, and takes most of its memory unless VLLM_CPU_KVCACHE_SPACE says how
+many GiB; one at a time gets requests, in random order within a round, of random tokens by the round's seed, so that a
+ratio is one of neighbors in time. Times mean something on a machine that does nothing else. Not named after the
+package, which scripts beside it would import instead of vLLM.
 """
 
 from __future__ import annotations

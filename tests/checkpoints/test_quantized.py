@@ -520,6 +520,7 @@ def test_what_is_not_known_is_refused(tmp_path: Path) -> None:
         ("gptq", {}, lambda t: t.pop(f"{first}.scales"), "q_proj: it has no 'scales'"),
         ("gptq", {}, lambda t: t[f"{first}.scales"].fill_(torch.inf), "every scale must be finite"),
         ("gptq", {}, lambda t: t.pop("model.norm.weight"), "it has no tensor for model.norm.weight"),
+        ("fp8", {"weight_block_size": [64, 64]}, len, r"its blocks are \[64, 64\]"),
         (
             "fp8",
             {},
@@ -529,7 +530,7 @@ def test_what_is_not_known_is_refused(tmp_path: Path) -> None:
         ("awq", {"version": "gemv"}, len, "its version is 'gemv', where gemm is known"),
         (
             "fp8",
-            {"weight_block_size": [64, 64]},
+            {},
             lambda t: t.update({"model.layers.0.mlp.up_proj.weight_scale_inv": torch.ones(3, 1)}),
             r"up_proj: .*scale must be float32 \[2, 1\], .* got float32 \[3, 1\]",
         ),

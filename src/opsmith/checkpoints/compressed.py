@@ -147,6 +147,9 @@ def read(parts: Parts, scheme: Scheme) -> PackedLinear:
         raise ValueError(_ZEROS)
     # The inputs of these stay as they are, whatever rounds them.
     if whole is not None and whole.dtype == torch.float8_e4m3fn:
+        block = scheme.get("weight_block_size") or weights.get("block_structure") or (BLOCK, BLOCK)
+        if tuple(block) != (BLOCK, BLOCK):  # whose scales may be as many
+            raise ValueError(f"its blocks are {block}, where {BLOCK} by {BLOCK} are known")
         return PackedLinear.from_float8(whole, scale.float())
     if inputs is not None and not inputs.get("dynamic"):
         raise ValueError("its inputs are rounded by scales of the checkpoint, where dynamic ones are known")

@@ -112,10 +112,8 @@ def _config(found: Header) -> Any:
         config.vocab_size = table.shape[0]
     architecture = found.values["general.architecture"]
     if architecture == "llama" and (experts := found.values.get("llama.expert_count")):
-        its = {
-            "num_local_experts": experts,
-            "num_experts_per_tok": found.values.get("llama.expert_used_count"),
-        }
+        used = found.values.get("llama.expert_used_count")
+        its = {"num_local_experts": experts, "num_experts_per_tok": used}
         config = transformers.MixtralConfig(**config.to_dict() | its | {"model_type": "mixtral"})
     for name, key in _SIZES.items():
         size = found.values.get(f"{architecture}.{key}")
@@ -220,7 +218,7 @@ class _Filling:
         """Gate and up of a mixture together, and down: packed where the file has them in formats that stay."""
         parts = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
         names = {one: [self.of(f"{path}.{name}", "weight") for name in of] for one, of in parts.items()}
-        kinds = [{str(n and self.found.tensors[n].type).lower() for n in its} for its in names.values()]
+        kinds = [{self.found.tensors[n].type.lower() if n else "" for n in its} for its in names.values()]
         packed = all(len(its) == 1 and its <= BLOCKS.keys() for its in kinds)
         made: list[PackedExperts | nn.Parameter] = []
 

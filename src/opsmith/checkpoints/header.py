@@ -94,10 +94,8 @@ def read(file: Path) -> Header:
         raise CheckpointError(f"{file} is one of several: name the first of them, -00001-of-...")
     others = (_part(file.with_name(f"{stem}-{i:05}-of-{count:05}.gguf")) for i in range(2, count + 1))
     tensors = first.tensors | {name: t for other in others for name, t in other.tensors.items()}
-    if len(tensors) != (counted := first.values.get("split.tensors.count")):
-        raise CheckpointError(
-            f"{file}: its parts have {len(tensors)} tensors, not {counted}; copy them again"
-        )
+    if (there := len(tensors)) != (said := first.values.get("split.tensors.count")):
+        raise CheckpointError(f"{file}: its parts have {there} tensors, not {said}; copy them again")
     return replace(first, tensors=tensors)
 
 

@@ -276,19 +276,24 @@ def test_gradients_in_another_order_than_the_kernel_writes_them_are_found(
     assert re.search("backward, bounds of sample .* writes [0-9]+ bytes outside dw, which is", out)
 
 
+def with_another_kernel(tmp_path: Path, made: dict[str, object], old: str, changed: str) -> Path:
+    """The project of a prototype, with something else in its kernel for the CPU."""
+    (tmp_path / "p.json").write_text(json.dumps(made))
+    folder, _, _ = new.create(tmp_path / "p.json", tmp_path / "made", backends=("cpu",))
+    (kernel,) = (folder / "kernels" / "cpu").glob("*.cpp")
+    text = kernel.read_text()
+    kernel.write_text(text.replace(old, changed))
+    assert kernel.read_text() != text
+    return folder
+
+
 @pytest.mark.skipif(not find_compiler(), reason="there is no C++ compiler")
 @pytest.mark.skipif(kernels.INTERPRETED, reason="the interpreter has the CPU")
 def test_a_wrong_gradient_is_called_by_the_name_of_its_input(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "p.json").write_text(
-        json.dumps(prototype("Sloped", {"x": "... N", "other": "... N"}, "x * exp(other)"))
-    )
-    folder, _, _ = new.create(tmp_path / "p.json", tmp_path / "made", backends=("cpu",))
-    kernel = folder / "kernels" / "cpu" / "sloped.cpp"
-    text = kernel.read_text()
-    kernel.write_text(text.replace("write(dother_row, at, ", "write(dother_row, at, 2.0f * "))
-    assert kernel.read_text() != text
+    made = prototype("Sloped", {"x": "... N", "other": "... N"}, "x * exp(other)")
+    folder = with_another_kernel(tmp_path, made, "write(dother_row, at, ", "write(dother_row, at, 2.0f * ")
     assert main(["verify", str(folder), "--dtype", "float32", "--quick"]) == 1
     said = "gradients of sample '1x1', float32: wrong value: the gradient of other differs in 1 of 1 elements"
     assert said in capsys.readouterr().err
@@ -300,14 +305,8 @@ def test_a_kernel_that_writes_a_gradient_that_nobody_asks_for_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Where a model's other tensors are frozen it has no memory to write to, and the process ends."""
-    (tmp_path / "p.json").write_text(
-        json.dumps(prototype("Unasked", {"x": "... N", "other": "... N"}, "x * other"))
-    )
-    folder, _, _ = new.create(tmp_path / "p.json", tmp_path / "made", backends=("cpu",))
-    kernel = folder / "kernels" / "cpu" / "unasked.cpp"
-    text = kernel.read_text()
-    kernel.write_text(text.replace("if (dx_row) ", ""))
-    assert kernel.read_text() != text
+    made = prototype("Unasked", {"x": "... N", "other": "... N"}, "x * other")
+    folder = with_another_kernel(tmp_path, made, "if (dx_row) ", "")
     assert main(["verify", str(folder), "--dtype", "float32"]) == 1
     assert "the process ended at the gradient of other, asked for alone" in capsys.readouterr().err
 

@@ -164,14 +164,14 @@ def interpreted(
 def main(folder: str, *words: str) -> None:
     """The part of `interpreted` and of `alone` that runs in the other process."""
     found: list[Finding] = []
-    names = [word for word in words if word not in (_QUICK, _ALONE)]
+    names, several = [word for word in words if word not in (_QUICK, _ALONE)], _several(folder)
     for card in cards_of(load(folder)):
         dtypes = [dtype for dtype in card.dtypes if not names or short(dtype) in names]
         quick = _QUICK in words or not dtypes
         if _ALONE not in words:
             found += verify(card, dtypes) if dtypes else ()
             found += () if quick else conduct(card, dtypes[0])
-        found += () if quick or card.name not in _several(folder) else _alone(card, dtypes[0])
+        found += () if quick or card.name not in several else _alone(card, dtypes[0])
     mine = [
         f for f in found if f.implementation not in ("native", "eager", "card") and f.check != "gradcheck"
     ]

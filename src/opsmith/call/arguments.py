@@ -10,6 +10,7 @@ from torch import Tensor
 
 from opsmith.call.overlap import refuse_overlap
 
+Maybe = Tensor | None
 EPS = (0.0, torch.finfo(torch.float32).max)  # from which to which number norms add under their root
 
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from opsmith import decoding
+from opsmith.call.arguments import Maybe
 from opsmith.call.fast import direct
 from opsmith.decoding import NoState, Unserved, laying
 from opsmith.decoding.attention import FEW, on_pages
@@ -24,7 +25,6 @@ from opsmith.decoding.cache import PagedLayer
 from opsmith.decoding.pages import Pages, Step
 
 NAME = "opsmith_step"  # of this attention in transformers' registry
-Maybe = Tensor | None
 
 
 class _Stateless(CacheLayerMixin):  # type: ignore[misc]  # transformers has no types

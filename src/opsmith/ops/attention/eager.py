@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-Maybe = Tensor | None
+from opsmith.call.arguments import Maybe
 
 
 def definition(

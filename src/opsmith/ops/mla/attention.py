@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opsmith.call.arguments import check_fit, check_float, check_number
+from opsmith.call.arguments import Maybe, check_fit, check_float, check_number
 from opsmith.call.dispatch import native, needs_grad, uncast
 from opsmith.call.layouts import dense_rows, nbytes
 from opsmith.kernels import libraries
 from opsmith.kernels.triton import DEVICE
 from opsmith.operator import Cost, Make, Sample
 from opsmith.ops.mla.cache import MLACache, check_cache_type, shapes
-from opsmith.ops.mla.call import Maybe, in_float32
+from opsmith.ops.mla.call import in_float32
 from opsmith.ops.mla.cards import card
 from opsmith.ops.mla.check import check_inference
 from opsmith.ops.mla.names import either_name

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from opsmith.call.arguments import EPS, check_device, check_fit, check_float, check_number, short
+from opsmith.call.arguments import EPS, Maybe, check_device, check_fit, check_float, check_number, short
 from opsmith.call.layouts import dense_rows, fresh
 from opsmith.ops.mla.cache import MLACache, check_mapping
 from opsmith.ops.mla.check import check_inference
@@ -20,7 +20,6 @@ from opsmith.ops.rope import definition as rotated
 
 # What a call that a kernel is given before its checks raises, where something is wrong with it.
 REFUSALS = (RuntimeError, TypeError, ValueError, AttributeError, IndexError)
-Maybe = Tensor | None
 Pair = tuple[Tensor, Maybe]  # queries and their rope part, which is within them for a "joint" cache
 Result = Pair | tuple[Tensor, Maybe, Tensor]
 

@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opsmith.call.arguments import EPS, check_fit, check_number
+from opsmith.call.arguments import EPS, Maybe, check_fit, check_number
 from opsmith.call.dispatch import compiling, native, needs_grad, uncast
 from opsmith.call.fast import direct
 from opsmith.call.layouts import dense_rows, nbytes
 from opsmith.kernels import libraries
 from opsmith.operator import Cost, Make, Sample
 from opsmith.ops.mla.cache import MLACache, check_cache_type, check_mapping, head_scales
-from opsmith.ops.mla.call import REFUSALS, Maybe, Pair, Rotation, in_float32, join, new_queries
+from opsmith.ops.mla.call import REFUSALS, Pair, Rotation, in_float32, join, new_queries
 from opsmith.ops.mla.cards import card, fresh_cache, fresh_rows, table
 from opsmith.ops.mla.check import check_inference
 from opsmith.ops.mla.names import either_name

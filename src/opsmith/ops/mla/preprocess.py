@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from opsmith.call.arguments import Maybe
 from opsmith.call.dispatch import compiling, native, needs_grad, uncast
 from opsmith.call.fast import direct
 from opsmith.call.layouts import dense_rows, nbytes
@@ -20,7 +21,7 @@ from opsmith.kernels import libraries
 from opsmith.kernels.triton import DEVICE
 from opsmith.operator import Cost, Kind, Make, Operator, Sample, register
 from opsmith.ops.mla.cache import MLACache, check_cache_type
-from opsmith.ops.mla.call import REFUSALS, Call, Maybe, Result, Rotation, in_float32, new_queries
+from opsmith.ops.mla.call import REFUSALS, Call, Result, Rotation, in_float32, new_queries
 from opsmith.ops.mla.cards import fresh_cache, fresh_rows, implementations, table
 from opsmith.ops.mla.eager import eager
 from opsmith.ops.mla.names import either_name

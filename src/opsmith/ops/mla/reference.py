@@ -10,7 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from opsmith.ops.mla.call import Maybe, Rotation
+from opsmith.call.arguments import Maybe
+from opsmith.ops.mla.call import Rotation
 from opsmith.ops.mla.projection import project
 from opsmith.ops.mla.weights import Parts
 from opsmith.ops.rms_norm.quant import normalize, q8, wide

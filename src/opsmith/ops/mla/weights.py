@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from opsmith.call.arguments import check_number, short
+from opsmith.call.arguments import Maybe, check_number, short
 from opsmith.call.layouts import dense, dense_rows
 from opsmith.ops.mla.check import check_tensor
 from opsmith.ops.mla.names import either_name
@@ -20,7 +20,6 @@ _NAME = "MLAWeights"
 _STAND_IN_ROWS = 256
 _DEEPSEEK = ("kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj", "qk_nope_head_dim", "qk_rope_head_dim")
 
-Maybe = Tensor | None
 Sizes = tuple[int, int, int, int, int | None]  # heads, nope, rope, kv_lora, q_lora
 
 

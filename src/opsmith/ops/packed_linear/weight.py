@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from opsmith.call.arguments import Maybe
 from opsmith.call.layouts import in_huge_pages
 from opsmith.ops.packed_linear.formats import BLOCK, FORMATS, SUPER, Scales
 from opsmith.ops.packed_linear.gguf import KEPT, read, round_to
@@ -33,7 +34,6 @@ _FLOATS4 = (0, 0.5, 1, 1.5, 2, 3, 4, 6)  # what a float of four bits is, without
 _AT_ONCE = 1 << 21  # numbers that are rounded at a time
 _AT_ONCE_BY_COLUMNS = 1 << 24  # the same, where each column is a step of its own
 
-Maybe = Tensor | None
 # Weight, scale, zero, outer.
 Packed = tuple[Tensor, Maybe, Maybe, Maybe]
 

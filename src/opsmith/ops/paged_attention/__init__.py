@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opsmith.call.arguments import check_fit, check_number
+from opsmith.call.arguments import Maybe, check_fit, check_number
 from opsmith.call.dispatch import compiling
 from opsmith.call.layouts import dense_rows
 from opsmith.call.run import declare
@@ -22,7 +22,6 @@ from opsmith.ops.paged_attention.samples import cost, promised, samples, step_co
 from opsmith.ops.pages import caches, check_pages
 
 _OP = "paged_attention"
-Maybe = Tensor | None
 
 SIGNATURE = Signature(
     "paged_attention",

@@ -14,9 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from opsmith.call.arguments import Maybe
 from opsmith.kernels.triton import INTERPRETED
 from opsmith.kernels.triton.common import dot, exponential, inner, rounded
-from opsmith.ops.attention.eager import Maybe
 
 LOG2E = tl.constexpr(1.4426950408889634)
 

@@ -12,8 +12,8 @@ import torch
 import triton
 from torch import Tensor
 
+from opsmith.call.arguments import Maybe
 from opsmith.kernels.triton.common import block_of, launch, processors, steps
-from opsmith.ops.mla.call import Maybe
 from opsmith.ops.mla.triton.rows import layout, power, table_of
 from opsmith.ops.mla.triton.stages import absorb_kernel, middle_kernel, project_kernel
 from opsmith.ops.mla.weights import TENSORS, Parts

@@ -69,12 +69,9 @@ def parse(
     """
     attributes = dict(attributes or {})
     graph = Graph()
-    nodes: dict[str, Node] = {}
+    nodes = {name: graph.leaf("input", name, shape, name in truths) for name, shape in inputs.items()}
+    nodes |= {n: graph.leaf("attribute", n, truth=isinstance(v, bool)) for n, v in attributes.items()}
     shapes: dict[str, Shape] = {}
-    for name, shape in inputs.items():
-        nodes[name] = graph.leaf("input", name, shape, name in truths)
-    for name, default in attributes.items():
-        nodes[name] = graph.leaf("attribute", name, truth=isinstance(default, bool))
     made: dict[str, Node] = {}
     for name, declared in outputs.items():
         if name not in text:
@@ -113,14 +110,11 @@ def _check_whole(formula: Formula) -> None:
         raise FormulaError("rotate_half and rotate_interleaved pair elements differently; use one of them")
     space: Shape = ()
     for name, node in formula.outputs.items():
-        both = broadcast(space, node.shape or ())
-        if (
-            both is None
-            or (space and both[:-1] != space[:-1])
-            or (space and len(node.shape or ()) != len(space))
-        ):
+        shape = node.shape or ()
+        both = broadcast(space, shape)
+        if both is None or (space and (both[:-1] != space[:-1] or len(shape) != len(space))):
             raise FormulaError(
-                f"output {name} has shape {shown(node.shape or ())}, another {shown(space)}; "
+                f"output {name} has shape {shown(shape)}, another {shown(space)}; "
                 "one kernel writes outputs of one shape, or with a last axis of 1: make two operators"
             )
         space = both

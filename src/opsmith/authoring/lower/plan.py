@@ -88,19 +88,14 @@ def plan(
 
 def _stages(nodes: list[Node], results: Sequence[Node]) -> tuple[tuple[Statistic, ...], ...]:
     statistics: dict[tuple[int, str], Statistic] = {}
-    level: dict[int, int] = {}
-    depth: dict[int, int] = {}  # of a statistic
+    level: dict[int, int] = {}  # passes that a node waits for; a statistic waits for those of its argument
     for node in nodes:
-        below = max((level[id(a)] for a in node.args), default=0)
         if node.reduces:
             arg, kind, answer = _gathered(node)
-            below = max((level[id(a)] for a in arg.args), default=0) if arg.args else 0
-            below = max(below, level[id(arg)])
-            statistic = statistics.setdefault((id(arg), kind), Statistic(kind, arg))
-            statistic.answers[answer] = node
-            depth[id(statistic)] = below
-            below += 1
-        level[id(node)] = below
+            statistics.setdefault((id(arg), kind), Statistic(kind, arg)).answers[answer] = node
+            level[id(node)] = level[id(arg)] + 1
+        else:
+            level[id(node)] = max((level[id(a)] for a in node.args), default=0)
     # One look at a row is enough for the mean beside the variance, and for the maximum beside the sum of powers.
     # But a mean that is a result has its sum, which is rounded less than a mean that goes along.
     for (arg_id, kind), statistic in list(statistics.items()):
@@ -111,8 +106,8 @@ def _stages(nodes: list[Node], results: Sequence[Node]) -> tuple[tuple[Statistic
                     larger.answers[part] = statistic.answers.pop(part)
                 if not statistic.answers:
                     del statistics[arg_id, kind]
-    count = max((depth[id(s)] for s in statistics.values()), default=-1) + 1
-    return tuple(tuple(s for s in statistics.values() if depth[id(s)] == i) for i in range(count))
+    count = max((level[id(s.arg)] for s in statistics.values()), default=-1) + 1
+    return tuple(tuple(s for s in statistics.values() if level[id(s.arg)] == i) for i in range(count))
 
 
 def _gathered(node: Node) -> tuple[Node, str, str]:

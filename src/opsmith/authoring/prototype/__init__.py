@@ -28,6 +28,8 @@ _ALLOWED = {"string_type": "a string", "list_type": "a list", "too_short": "one 
 _ALLOWED |= {"model_type": "an object", "dict_type": "a string or an object", "int_type": "a symbol or size"}
 
 _Strict = ConfigDict(extra="forbid", frozen=True)
+_Single = Literal["int", "float", "bool", "string"]
+_List = Literal["list_int", "list_float", "list_bool", "list_string", "list_list_int"]
 Strings = list[str]
 
 
@@ -103,17 +105,7 @@ class Attribute(BaseModel):
 
     name: str
     param_type: Literal["required", "optional"] = "required"
-    type: Literal[
-        "int",
-        "float",
-        "bool",
-        "string",
-        "list_int",
-        "list_float",
-        "list_bool",
-        "list_string",
-        "list_list_int",
-    ]
+    type: Literal[_Single, _List]
     default_value: Any = None
 
     _named = field_validator("name")(_identifier)

@@ -108,10 +108,7 @@ class _Parser:
         return result
 
     def items(self, path: Path) -> list[Any]:
-        result: list[Any] = []
-        for _ in self.members("]"):
-            result.append(self.value((*path, len(result))))
-        return result
+        return [self.value((*path, i)) for i, _ in enumerate(self.members("]"))]
 
     def members(self, end: str) -> Iterator[None]:
         """Stops before each member of an object or of a list; a comma may stand behind the last one."""

@@ -227,14 +227,9 @@ class Project:
     @cached_property
     def backward_columns(self) -> list[dict[str, str]]:
         """The dtypes of the backward kernel's tensors."""
-        return [
-            {
-                **{f"d{n}": c[n] for n in self.formula.outputs},
-                **{n: c[n] for n in self.kernel_inputs},
-                **{f"d{n}": c[n] for n in self.gradients},
-            }
-            for c in self.kernel_columns
-        ]
+        like = {n: n for n in self.kernel_inputs}
+        like |= {f"d{n}": n for n in (*self.formula.outputs, *self.gradients)}
+        return [{name: c[n] for name, n in like.items()} for c in self.kernel_columns]
 
     @cached_property
     def kernels(self) -> list[tuple[Plan, str, list[dict[str, str]], str]]:
@@ -400,13 +395,9 @@ class Project:
     @cached_property
     def _positive(self) -> set[str]:
         """Inputs that are divided by, or whose root or logarithm is taken."""
-        found = set()
-        for node in self.formula.nodes:
-            if node.kind in ("log", "sqrt", "rsqrt") and node.args[0].kind == "input":
-                found.add(str(node.args[0].value))
-            if node.kind == "div" and node.args[1].kind == "input":
-                found.add(str(node.args[1].value))
-        return found
+        place = {"log": 0, "sqrt": 0, "rsqrt": 0, "div": 1}  # of the argument
+        args = [n.args[place[n.kind]] for n in self.formula.nodes if n.kind in place]
+        return {str(arg.value) for arg in args if arg.kind == "input"}
 
     @cached_property
     def strided(self) -> tuple[str, str] | None:

@@ -104,9 +104,6 @@ class _Reader:
         self.units.clear()
         for op in self.run.ops:
             self._top(op)
-        for unit in self.units:
-            if not unit.row.known and unit.row.kind == FRAMEWORK:
-                unit.row.known = True
         return Attribution([u for u in self.units if u.places])
 
     def _align(self, guide: CallSequence) -> dict[int, int]:

@@ -24,16 +24,12 @@ def page(profile: Findings) -> str:
     """The whole page."""
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     environment.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
+    shared = (bill, by_shape, cells, layer_times, per_token, short_cells)
+    environment.globals |= {function.__name__: function for function in shared}
     environment.globals |= {
-        "bill": bill,
-        "by_shape": by_shape,
-        "cells": cells,
         "detail": _detail,
         "hottest_of": lambda layers: max((max(t.values()) for t in layers.values() if t), default=0.0) or 1.0,
-        "layer_times": layer_times,
-        "per_token": per_token,
         "roofline": _roofline,
-        "short_cells": short_cells,
     }
     template = environment.from_string((Path(__file__).parent / "page.html.j2").read_text(encoding="utf-8"))
     return template.render(
@@ -92,15 +88,9 @@ def _roofline(profile: Findings, shown: list[Bill], anchor: str) -> dict[str, An
     for name, rate in rates.items():
         ridge = min(max(rate / band, 10.0**x0), 10.0**x1)
         low = max(10.0**x0, 10.0**y0 / band)
-        roofs.append(
-            (
-                name,
-                f"{at_x(low):.1f},{at_y(low * band):.1f} {at_x(ridge):.1f},{at_y(min(rate, ridge * band)):.1f} "
-                f"{at_x(10.0**x1):.1f},{at_y(rate):.1f}",
-                at_y(rate),
-                rate / 1e9,
-            )
-        )
+        corners = ((low, low * band), (ridge, min(rate, ridge * band)), (10.0**x1, rate))
+        line = " ".join(f"{at_x(x):.1f},{at_y(y):.1f}" for x, y in corners)
+        roofs.append((name, line, at_y(rate), rate / 1e9))
     return {
         "width": _WIDTH,
         "height": _HEIGHT,

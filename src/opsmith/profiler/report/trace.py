@@ -19,15 +19,10 @@ def chrome(profile: Findings) -> str:
             {"ph": "M", "pid": 1, "tid": thread, "name": "thread_name", "args": {"name": phase.name}}
         )
         for event in phase.events:
-            about: dict[str, Any] = {
-                "class": event.kind,
-                "layer": event.layer,
-                "phase": phase.name,
-                "shape": event.shape,
-            }
-            about |= {"GFLOP": event.flops / 1e9, "MB": event.bytes / 1e6}
+            about = {"class": event.kind, "layer": event.layer, "phase": phase.name, "shape": event.shape}
+            cost = {"GFLOP": event.flops / 1e9, "MB": event.bytes / 1e6}
             when = {"ts": (offset + event.start) * 1e6, "dur": event.seconds * 1e6}
-            what = {"name": event.name, "cat": event.kind, "args": about}
+            what = {"name": event.name, "cat": event.kind, "args": about | cost}
             events.append({"ph": "X", "pid": 1, "tid": thread, **what, **when})
         offset += phase.wall
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})

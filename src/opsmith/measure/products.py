@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-import time
+import timeit
 from typing import Any
 
 import torch
@@ -35,12 +35,7 @@ def slowness(dtype: torch.dtype) -> float:
 
 
 def _seconds(x: Tensor) -> float:
-    times = []
-    for _ in range(4):
-        start = time.perf_counter()
-        torch.mm(x, x.t())
-        times.append(time.perf_counter() - start)
-    return min(times)
+    return min(timeit.repeat(lambda: torch.mm(x, x.t()), number=1, repeat=4))
 
 
 def lacks_unit(dtype: torch.dtype) -> bool:

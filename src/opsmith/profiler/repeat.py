@@ -146,20 +146,12 @@ def overhead(
 
 def estimated(run: Watched, shapes: bool) -> float:
     """What recording costs by its calls: how many there were, times a call's recording, measured here."""
-    x = torch.zeros(1)
-    count = 200
-
-    def repeat() -> float:
-        start = time.perf_counter()
-        for _ in range(count):
-            x.neg()
-        return (time.perf_counter() - start) / count
-
+    calls = [torch.zeros(1).neg] * 200
     differences = []
     for _ in range(7):
-        without = repeat()
+        without = measure.by_clock(calls)
         with session(shapes=shapes):
-            x.neg()
-            differences.append(repeat() - without)
-    extra = max(median(differences), 0.0) * len(names_of(run))
+            calls[0]()
+            differences.append(measure.by_clock(calls) - without)
+    extra = max(median(differences) / len(calls), 0.0) * len(names_of(run))
     return extra / max(run.seconds - extra, 1e-9)

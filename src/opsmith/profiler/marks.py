@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch._C._profiler import _RecordFunctionFast
 from torch.utils import _pytree as pytree
 
+from opsmith.compiler.meanwhile import meanwhile
 from opsmith.compiler.plan import PlanStep
 from opsmith.compiler.program.graph import CompiledGraph
 from opsmith.compiler.program.program import Program
@@ -107,11 +108,8 @@ class Modules:
             finally:
                 self._stack.pop()
 
-        nn.Module.__call__ = call  # type: ignore[method-assign]
-        try:
+        with meanwhile([nn.Module], "__call__", call):
             yield
-        finally:
-            nn.Module.__call__ = original  # type: ignore[method-assign]
 
 
 class Marks:

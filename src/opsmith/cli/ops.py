@@ -67,11 +67,6 @@ def _accepts(card: Operator, implementation: Implementation, dtype: torch.dtype)
     here = other.here() if other else backends.available(device)
     if here is not True:
         return here
-    first: bool | str = f"{card.name} has no samples in {dtype}"
-    for i, sample in enumerate(card.samples(Make(dtype, device))):
-        answer = implementation.accepts(*sample.args, **sample.kwargs)
-        if answer is True:
-            return True
-        if i == 0:
-            first = answer
-    return first
+    answers = (implementation.accepts(*s.args, **s.kwargs) for s in card.samples(Make(dtype, device)))
+    first = next(answers, f"{card.name} has no samples in {dtype}")
+    return True if first is True or True in answers else first

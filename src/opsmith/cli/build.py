@@ -57,7 +57,11 @@ def run(
     for target in [one for one in backend or () if one in _targets()]:
         if backend != [target] or aot is not None:
             raise CommandError(f"build: {target} goes alone, as it builds nothing that could be packed")
-        _reach(target, folder, Output(json))
+        output = Output(json)
+        with _said(output.console):
+            text, data = _targets()[target].make(target, folder)
+        output.console.print(text, soft_wrap=True)
+        output.finish(data)
         return
     if unknown := [one for one in backend or () if one not in known]:
         raise CommandError(f"build: {backends.missing(unknown[0])}")
@@ -96,14 +100,6 @@ def run(
             wheel = write_wheel(folder, aot, _steps(output.console))
         output.console.print(f"wheel: {wheel}", soft_wrap=True)
     output.finish({"built": results, "wheel": wheel})
-
-
-def _reach(target: str, folder: Path | None, output: Output) -> None:
-    """What a back end builds of a project, or of the library, beside its kernels."""
-    with _said(output.console):
-        text, data = _targets()[target].make(target, folder)
-    output.console.print(text, soft_wrap=True)
-    output.finish(data)
 
 
 @contextlib.contextmanager

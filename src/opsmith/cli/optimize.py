@@ -71,9 +71,8 @@ def run(
     with console.status("loading the model"), told("optimize: "):
         model = hf.read(path)
         examples = [hf.tokens(model.config, batch, length, seed) for seed in range(3)]
-    writer: Any = model
-    writes = new > 1 and writer.can_generate()
-    most = getattr(writer.config.get_text_config(), "max_position_embeddings", None)
+    writes = new > 1 and model.can_generate()
+    most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if writes and most and new >= most:
         raise CommandError(f"--new-tokens {new} leaves no prompt in the model's {most} positions; name fewer")
     parameters = sum(p.numel() for p in model.parameters())
@@ -121,7 +120,7 @@ def run(
     if writes:
         with console.status("generating"):
             ids = examples[0]["input_ids"][:, : most and most - new]
-            writing = _written(console, original, writer, ids, new)
+            writing = _written(console, original, model, ids, new)
     if plan is not None:
         console.print(f"plan saved to {session.plan.save(plan)}")
     output.finish(

@@ -45,7 +45,6 @@ def run(
 
     Example: opsmith profile ./my-model --phase prefill --phase decode --html profile.html
     """
-    from opsmith.profiler import Profile
     from opsmith.profiler.report.text import show
 
     output = Output(json)
@@ -61,7 +60,6 @@ def run(
         found = _script(target)
     else:
         found = _folder(target, phase, dtype, optimized or plan is not None, plan, batch, length)
-    assert isinstance(found, Profile)
     show(found, output.console)
     if earlier is not None:
         output.console.print(f"\nagainst {against}:\n{found.diff(earlier)}")

@@ -46,10 +46,8 @@ _FACTORS = {f"{n}_factor": f"rope_factors_{n}.weight" for n in ("long", "short")
 
 def _pairs_apart(config: Any, name: str, rows: Tensor) -> Tensor:
     """Rows of queries and keys, which the file has as pairs that are rotated together, as two halves of each head."""
-    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}.get(
-        name.split(".")[-2]
-    )
-    if heads is None:
+    of = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
+    if (heads := of.get(name.split(".")[-2])) is None:
         return rows
     return rows.view(heads, -1, 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
 

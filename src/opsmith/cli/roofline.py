@@ -54,11 +54,8 @@ def _point(result: Benchmark) -> tuple[float, float, Benchmark] | None:
     best = result.best(result.deciding)
     if best is None or not result.cost.flops or not result.cost.min_bytes:
         return None
-    return (
-        result.cost.intensity,
-        result.cost.flops / result.columns[result.deciding].median(best) / 1e9,
-        result,
-    )
+    seconds = result.columns[result.deciding].median(best)
+    return result.cost.intensity, result.cost.flops / seconds / 1e9, result
 
 
 def _roofs(results: list[Benchmark]) -> dict[str, float]:

@@ -55,11 +55,8 @@ class Bench:
         known: dict[tuple[int, int], dict[str, Said]] = {cell: {} for cell in cells}
         rounding = [name for name in (*others, *formats) if name not in ("hf", "compile", "gguf", *DTYPES)]
         computing = dict.fromkeys([self.dtype, *(name for name in formats if name in DTYPES)])
-        for name in (
-            "exact",
-            *(f"exact {name}" for name in rounding),
-            *(f"hf {dtype}" for dtype in computing),
-        ):
+        right = ["exact", *(f"exact {name}" for name in rounding), *(f"hf {dtype}" for dtype in computing)]
+        for name in right:
             with self._started(name, self.dtype, None) as one:
                 for cell, said in known.items():
                     with self.console.status(f"what others are held to: {name}, {title(*cell)}"):

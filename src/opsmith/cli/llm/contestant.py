@@ -119,16 +119,9 @@ def serve(model: Any, answer: Answer, rounding: Sequence[Any] = ()) -> None:
                     again = ask().logits if rounding else found.logits
                 assert again is not None
                 rows = models.error_of(again, found.logits.double()).rms
-            answer(
-                {
-                    "rows": rows,
-                    "tokens": found.tokens.tolist(),
-                    "first": found.first,
-                    "steps": found.steps,
-                    "weight_bytes": generator.weight_bytes(model),
-                    "peak_bytes": generator.peak_bytes(),
-                }
-            )
+            said = {"tokens": found.tokens.tolist(), "first": found.first, "steps": found.steps, "rows": rows}
+            memory = {"weight_bytes": generator.weight_bytes(model), "peak_bytes": generator.peak_bytes()}
+            answer(said | memory)
         except Exception as error:  # whatever it is, the parent says it
             answer({"error": f"{type(error).__name__}: {error}"})
 
@@ -167,14 +160,8 @@ def main() -> None:
     except Exception as error:  # whatever it is, the parent says it
         answer({"error": f"{type(error).__name__}: {error}"})
         return
-    element = getattr(torch, spec["dtype"]).itemsize
-    answer(
-        {
-            "cache_element": element,
-            "about": f"torch {torch.__version__}",
-            "seconds": time.perf_counter() - start,
-        }
-    )
+    hello = {"about": f"torch {torch.__version__}", "seconds": time.perf_counter() - start}
+    answer({"cache_element": getattr(torch, spec["dtype"]).itemsize, **hello})
     serve(model, answer, rounding)
 
 

@@ -123,17 +123,8 @@ class Demo(Phases):
 
     def _print(self) -> None:
         """All formats, one a row."""
-        heads = (
-            "",
-            "perplexity",
-            "tokens/s",
-            "× eager",
-            "first token",
-            "of the read roof",
-            "weights",
-            "memory",
-        )
-        table = Table(*heads, box=None, pad_edge=False)
+        times = ("tokens/s", "× eager", "first token", "of the read roof")  # of those that generate
+        table = Table("", "perplexity", *times, "weights", "memory", box=None, pad_edge=False)
         eager = self.rows["eager"]["tokens_per_second"]
         for name, row in self.rows.items():
             speed = row.get("tokens_per_second")

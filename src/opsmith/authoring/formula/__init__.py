@@ -209,11 +209,8 @@ class _Parser:
                 self.wrong(tree, f"{name} takes no named arguments")
             case ast.Call(func=ast.Name(id=name)):
                 self.wrong(tree, f"{name} is no function here; there are: {', '.join(FUNCTIONS)}")
-        self.wrong(
-            tree,
-            "not in the language: numbers, names, + - * / **, one comparison, and the functions "
-            + ", ".join(FUNCTIONS),
-        )
+        known = f"numbers, names, + - * / **, one comparison, and the functions {', '.join(FUNCTIONS)}"
+        self.wrong(tree, f"not in the language: {known}")
 
     def value(self, tree: ast.expr, depth: int) -> Node:
         """A node that is no truth value."""

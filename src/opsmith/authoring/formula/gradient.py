@@ -37,11 +37,8 @@ def gradients(formula: Formula, wanted: list[str]) -> dict[str, Node]:
             ):
                 share = graph.make("sum", share)
             seen[id(arg)] = graph.make("add", seen[id(arg)], share) if id(arg) in seen else share
-    leaves = {
-        str(n.value) if n.kind == "input" else "product": n
-        for n in formula.nodes
-        if n.kind in ("input", "matmul")
-    }
+    ends = [n for n in formula.nodes if n.kind in ("input", "matmul")]
+    leaves = {str(n.value) if n.kind == "input" else "product": n for n in ends}
     return {name: seen[id(leaves[name])] for name in wanted if name in leaves and id(leaves[name]) in seen}
 
 

@@ -269,10 +269,8 @@ def _whole(p: Prototype) -> Iterator[tuple[jsonc.Path, str]]:
             for field in ("type", "format"):
                 count = len(getattr(t, field))
                 if count not in (1, longest):
-                    yield (
-                        (key, i, field),
-                        f"found {count} entries; allowed: {longest}, one for each combination, or one",
-                    )
+                    allowed = f"{longest}, one for each combination, or one"
+                    yield (key, i, field), f"found {count} entries; allowed: {allowed}"
     for i, a in enumerate(p.attr):
         try:
             a.default()
@@ -280,11 +278,8 @@ def _whole(p: Prototype) -> Iterator[tuple[jsonc.Path, str]]:
             yield ("attr", i, "default_value"), str(wrong)
     for i, t in enumerate(p.input_desc):
         if not t.shape and any(one.shape is not None for one in p.input_desc):
-            found = "missing" if t.shape is None else "without an axis"
-            yield (
-                ("input_desc", i),
-                f"shape of {t.name} is {found}; allowed: a shape for every input, such as [1], or for none",
-            )
+            found = f"shape of {t.name} is {'missing' if t.shape is None else 'without an axis'}"
+            yield ("input_desc", i), f"{found}; allowed: a shape for every input, such as [1], or for none"
 
 
 def _explain(error: ValidationError, where: str, lines: dict[jsonc.Path, int], at: jsonc.Path) -> str:

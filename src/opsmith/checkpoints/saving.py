@@ -30,6 +30,7 @@ _CONFIG = "config.json"
 _MOST = 5_000_000_000  # bytes of a file
 
 Packed = dict[str, PackedLinear]
+Schemes = dict[str, tuple[Scheme, dict[str, None]]]  # and the layers that each is of, in order
 
 
 @torch.no_grad()
@@ -62,7 +63,7 @@ def save(model: Any, folder: str | Path, *, max_shard_size: int = _MOST) -> None
     its, place = _config(model, layers, tables), Path(folder)
     place.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".saving-", dir=place) as held, quiet():
-        made, schemes = Path(held), dict[str, tuple[Scheme, dict[str, None]]]()
+        made, schemes = Path(held), Schemes()
         _write(_tensors(model, layers, tables, schemes), made, max_shard_size)
         if schemes:
             its.quantization_config = _how(model, list(schemes.values()))
@@ -100,9 +101,7 @@ def _packed(model: nn.Module) -> tuple[Packed, Packed]:
     return layers, tables
 
 
-def _tensors(
-    model: Any, layers: Packed, tables: Packed, schemes: dict[str, tuple[Scheme, dict[str, None]]]
-) -> Iterator[tuple[str, Tensor]]:
+def _tensors(model: Any, layers: Packed, tables: Packed, schemes: Schemes) -> Iterator[tuple[str, Tensor]]:
     """All that a folder holds of a model, each made when it is asked for; and by the way how layers are held."""
     named, seen = _names(model), set[int]()
     calls = MIXTRALS if named is as_mixtral else EXPERT

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -213,10 +214,7 @@ class Demo(Phases):
                 for several in batches.values():
                     hidden(compiled, several[0])
             contenders[models.COMPILED] = compiled
-        calls: dict[str, models.Call] = {
-            who: (lambda batch, model=model: hidden(model, batch))  # type: ignore[misc]
-            for who, model in contenders.items()
-        }
+        calls: dict[str, models.Call] = {who: partial(hidden, model) for who, model in contenders.items()}
         results: dict[str, measure.Comparison] = {}
         with self.phase(f"time {name}"):
             for shape, several in batches.items():

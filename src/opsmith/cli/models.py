@@ -36,10 +36,8 @@ _SLOW, _ENDLESS = 1.5, 4.0  # seconds of one call: fewer rounds, none
 
 def found(session: Session) -> dict[str, dict[str, Any]]:
     """The operators of a model, how many sites each has and what these took in; graphs at other sizes count once."""
-    everything = max(session.plan.shapes, key=lambda shape: len(shape.steps), default=None)
-    steps = everything.steps if everything is not None else []
     fused: dict[str, Counter[str]] = {}
-    for step in steps:
+    for step in max((shape.steps for shape in session.plan.shapes), key=len, default=[]):
         into = fused.setdefault(step.operator, Counter())
         if " residual=" in step.signature:
             into["residual"] += 1
@@ -76,11 +74,10 @@ def chosen(plan: Plan) -> list[Chosen]:
     rows = []
     for (operator, implementation), at in sorted(counts.items(), key=lambda item: item[0][0]):
         why = reasons[operator, implementation]
-        measured = [reason for reason, _ in why.most_common() if "nearest" not in reason]
+        measured = (reason for reason, _ in why.most_common() if "nearest" not in reason)
+        reason = next(measured, next(iter(why)))
         sites = (min(at.values()), max(at.values()))
-        rows.append(
-            Chosen(operator, implementation, sites, tuple(at), measured[0] if measured else next(iter(why)))
-        )
+        rows.append(Chosen(operator, implementation, sites, tuple(at), reason))
     return rows
 
 

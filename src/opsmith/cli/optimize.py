@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import statistics
 import time
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
@@ -92,10 +93,7 @@ def run(
         session: Any = model.opsmith
         console.print(f"optimized in {seconds:.1f} s")
         models.print_sites(console, session)
-        calls = {
-            models.EAGER: lambda tokens: _result(original, tokens),
-            models.OPSMITH: lambda tokens: _result(model, tokens),
-        }
+        calls = {models.EAGER: partial(_result, original), models.OPSMITH: partial(_result, model)}
         format = session.config.quantize
         errors = {}
         if exact is not None:

@@ -18,6 +18,7 @@ from opsmith.authoring.prototype import PrototypeError, read
 from opsmith.backends import installed, missing
 
 _TEMPLATES = Path(__file__).parents[1] / "templates"
+_FUNCTION = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", re.ASCII)
 # What writes the files of each back end: a function of the project, giving texts by file name.
 _OWN: dict[str, Callable[[Project], Mapping[str, str]]] = {
     "cpu": lambda p: {f"{p.name}.cpp": render("cpu.cpp", p)},
@@ -58,9 +59,7 @@ def create(
         raise PrototypeError(
             f"{asked.op} has a formula, which is its definition; take it out, or leave --reference"
         )
-    if reference is not None and not re.fullmatch(
-        r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", reference, re.ASCII
-    ):
+    if reference is not None and not _FUNCTION.fullmatch(reference):
         raise ValueError(f"--reference: {reference!r} is no module:function, such as models.norms:rms_norm")
     project = Project(asked, tuple(dict.fromkeys(backends)), reference, by_hand)
     if project.name in _built_in():
@@ -80,10 +79,8 @@ def create(
 def _built_in() -> set[str]:
     """The names of our own operators, read and not imported: that would take PyTorch a second."""
     source = ast.parse((Path(__file__).parents[2] / "ops" / "__init__.py").read_text())
-    listed = next(
-        n for n in source.body if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == "__all__"
-    )
-    return set(ast.literal_eval(listed.value))
+    lists = {ast.unparse(n.targets[0]): n.value for n in source.body if isinstance(n, ast.Assign)}
+    return set(ast.literal_eval(lists["__all__"]))
 
 
 def _files(p: Project, folder: Path) -> dict[str, str]:

@@ -313,9 +313,7 @@ def check_call(
     error, allowed = 0.0, 0.0
     previous: list[Tensor] = []
     for copy in _turns(inputs, calls):
-        buffers = [
-            poison(torch.empty_strided(o.shape, o.stride(), dtype=o.dtype, device=o.device)) for o in outs
-        ]
+        buffers = [poison(o.new_empty_strided(o.shape, o.stride())) for o in outs]
         # The reference works on its own copy, so a cheat that mutates its inputs cannot mislead it.
         exact = reference(*_exact(copy.inputs))
         before = copy.snapshot()

@@ -318,10 +318,8 @@ def _check(
 
 def _too_slow(contestants: Collection[str], samples: Mapping[str, list[float]], drop: float) -> list[str]:
     """Those that all rounds found `drop` times slower than the best: one alone may have been an accident."""
-    rounds = [
-        dict(zip(contestants, r, strict=True)) for r in zip(*(samples[n] for n in contestants), strict=True)
-    ]
-    return [name for name in contestants if all(r[name] > drop * min(r.values()) for r in rounds)]
+    least = [min(times) for times in zip(*(samples[n] for n in contestants), strict=True)]
+    return [n for n in contestants if all(t > drop * best for t, best in zip(samples[n], least, strict=True))]
 
 
 def _column(pool: Pool | None, warm: bool, flush: object) -> str:

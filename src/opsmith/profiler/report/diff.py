@@ -60,9 +60,8 @@ def compare(before: Findings, after: Findings) -> Diff:
         for kind in CLASSES:
             then, now = earlier.by_kind.get(kind, []), phase.by_kind.get(kind, [])
             if any(then) or any(now):
-                changes.append(
-                    _change(phase.name, kind, fmean(then or [0.0]), fmean(now or [0.0]), then, now)
-                )
+                means = fmean(then or [0.0]), fmean(now or [0.0])
+                changes.append(_change(phase.name, kind, *means, then, now))
     notes += [f"{name} is in the earlier profile only" for name in old]
     return Diff(changes, notes)
 

@@ -10,14 +10,11 @@ from opsmith.profiler.data import Findings
 
 def chrome(profile: Findings) -> str:
     """One repetition of each phase, one after the other, every event with class, layer, phase, shape and cost."""
-    events: list[dict[str, Any]] = [
-        {"ph": "M", "pid": 1, "name": "process_name", "args": {"name": profile.model}}
-    ]
+    naming: dict[str, Any] = {"ph": "M", "pid": 1}
+    events = [naming | {"name": "process_name", "args": {"name": profile.model}}]
     offset = 0.0
     for thread, phase in enumerate(profile.phases, 1):
-        events.append(
-            {"ph": "M", "pid": 1, "tid": thread, "name": "thread_name", "args": {"name": phase.name}}
-        )
+        events.append(naming | {"tid": thread, "name": "thread_name", "args": {"name": phase.name}})
         for event in phase.events:
             about = {"class": event.kind, "layer": event.layer, "phase": phase.name, "shape": event.shape}
             cost = {"GFLOP": event.flops / 1e9, "MB": event.bytes / 1e6}

@@ -165,10 +165,8 @@ class Demo(Phases):
                 who: (embed(model, exact.documents), embed(model, exact.queries))
                 for who, model in ((models.EAGER, eager), (models.OPSMITH, fast))
             }
-        errors = {
-            who: models.error_of(torch.cat(pair), torch.cat(exact.embeddings))
-            for who, pair in embeddings.items()
-        }
+        right = torch.cat(exact.embeddings)
+        errors = {who: models.error_of(torch.cat(pair), right) for who, pair in embeddings.items()}
         heads = ("embeddings against float64", "relative error", "largest error", "cosine similarity")
         table = Table(*heads, box=None, pad_edge=False)
         for who, error in errors.items():

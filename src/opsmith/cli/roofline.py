@@ -33,11 +33,9 @@ def draw(results: list[Benchmark], file: Path) -> None:
         axes.annotate(label, (lowest, lowest * bandwidth / 1e9), ha="left", va="bottom", rotation=35)
     colors = {name: f"C{i % 10}" for i, name in enumerate(dict.fromkeys(p[2].operator for p in shown))}
     for x, y, result in shown:
-        filled = result.dtype == "float32"
         color = colors[result.operator]
-        axes.plot(
-            x, y, _MARKS[result.direction], color=color, fillstyle="full" if filled else "none", markersize=6
-        )
+        fill = "full" if result.dtype == "float32" else "none"
+        axes.plot(x, y, _MARKS[result.direction], color=color, fillstyle=fill, markersize=6)
     handles: list[Any] = [
         axes.plot([], [], "o", color=color, label=name)[0] for name, color in colors.items()
     ]

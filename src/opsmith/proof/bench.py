@@ -291,38 +291,26 @@ class _Run:
         flushed = small or prepared
         pool = measure.Pool(lambda i: one.inputs(), total_bytes=size if flushed else None, device=self.device)
         flush = measure.CacheFlush(device=self.device) if flushed else None
+        timed = partial(measure.compare, warmup=1, device=self.device)  # everyone has been called by now
         cold = partial(
-            measure.compare,
+            timed,
             pool=pool,
             flush=cold_data(flush) if flush is not None and prepared else flush,
             roofs=measure.RoofProbes(self._roofs(one.cost()), device=self.device),
-            warmup=1,  # everyone has been called by now
+            budget_s=self.seconds,
             min_rounds=5,
             drop=_HOPELESS,
             drop_rounds=5,
-            device=self.device,
         )
         # Like with like: what writes into memory of its own is compared where the others' memory is there already too.
         fresh_pages = large and one.largest_output >= _ALWAYS_FRESH
         outputs = "on fresh pages" if fresh_pages else "as the allocator gives them"
-        found = {
-            "cold": cold(fresh if large else everyone, budget_s=self.seconds, notes={"outputs": outputs})
-        }
+        found = {"cold": cold(fresh if large else everyone, notes={"outputs": outputs})}
         if large:
             with measure.reused_memory(min(_SPARE * max(peak.values()), _SPARE_AT_MOST)):
-                found["reused"] = cold(
-                    everyone, budget_s=self.seconds, notes={"outputs": "in memory of earlier ones"}
-                )
+                found["reused"] = cold(everyone, notes={"outputs": "in memory of earlier ones"})
         if size + one.largest_output <= measure.describe().last_level_cache or not large:
-            found["warm"] = measure.compare(
-                everyone,
-                pool=pool,
-                warm=True,
-                budget_s=self.seconds / 3,
-                warmup=1,
-                min_rounds=3,
-                device=self.device,
-            )
+            found["warm"] = timed(everyone, pool=pool, warm=True, budget_s=self.seconds / 3, min_rounds=3)
         if self.device == "cuda" and not prepared:
             found |= self._graphs(one, everyone, pool, notes)
         return found

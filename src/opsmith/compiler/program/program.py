@@ -29,16 +29,7 @@ from opsmith.compiler.capture.mutation import filled
 from opsmith.compiler.choose.weights import Weights
 from opsmith.compiler.find.joined import joined
 from opsmith.compiler.steps.bind import kernel_calls
-from opsmith.compiler.steps.slots import (
-    Layout,
-    Slots,
-    entering,
-    is_pure,
-    is_size,
-    last_uses,
-    memories,
-    memory,
-)
+from opsmith.compiler.steps.slots import Layout, Slots, entering, is_pure, is_size, memories, memory
 from opsmith.compiler.steps.source import Writer, target_name
 from opsmith.measure import pages
 from opsmith.operator import Implementation, Operator
@@ -144,8 +135,7 @@ class Recorder:
         """The program, and the run's result."""
         result = self._execute()
         self._fold()
-        last = last_uses(self.nodes, self.env, result, self.candidates, self.varies)
-        self.placed = self.slots.place(self.nodes, self.candidates, last)
+        self.placed = self.slots.place(self.nodes, self.env, result, self.candidates, self.varies)
         living = self._living()
         source, run = self._source(living)
         seen = {n: slot for n, slot in self.placed.items() if n in living and n not in self.constant}
@@ -216,14 +206,11 @@ class Recorder:
     def _fold(self) -> None:
         """What follows from fixed sizes alone (positions, causal masks) is computed once: it is in `env` already."""
         escaping = set(self.gm.graph.find_nodes(op="output")[0].all_input_nodes)
+        fixed = {n for n in self.nodes if n.op == "get_attr" or (is_size(n) and n not in self.varies)}
         for node in self.nodes:
             if node.op != "call_function" or node in self.calls or node in escaping or not is_pure(node):
                 continue
-            known = (
-                n in self.constant or n.op == "get_attr" or (is_size(n) and n not in self.varies)
-                for n in node.all_input_nodes
-            )
-            if all(known):
+            if all(n in self.constant or n in fixed for n in node.all_input_nodes):
                 self.constant[node] = self.env[node]
         # A constant that is changed in place, or seen through a view that is, is none.
         for node in self.nodes:

@@ -29,9 +29,15 @@ class Slots:
         self._of: dict[int, int] = {}  # by the memory of a recorded result: the slot in its place
 
     def place(
-        self, nodes: Sequence[Node], candidates: Mapping[Node, tuple[Tensor, ...]], last: Mapping[Node, int]
+        self,
+        nodes: Sequence[Node],
+        env: Mapping[Node, Any],
+        result: Any,
+        candidates: Mapping[Node, tuple[Tensor, ...]],
+        varies: Collection[Node],
     ) -> dict[Node, int]:
         """The (first) slot of each result: the free slot nearest in size is grown rather than a new one opened."""
+        last = last_uses(nodes, env, result, candidates, varies)
         until: list[int] = []
         first: dict[Node, int] = {}
         for order, node in enumerate(nodes):

@@ -18,7 +18,7 @@ from torch.fx import Node
 from opsmith import measure
 from opsmith.compiler.choose.select import Choice, device_of
 from opsmith.compiler.find.operands import nodes_in
-from opsmith.compiler.find.site import Site
+from opsmith.compiler.find.site import Site, following
 
 Choose = Callable[[Site, dict[str, Any]], Choice]
 
@@ -89,9 +89,5 @@ def learning(nodes: Sequence[Node], args: Sequence[Any]) -> set[Node]:
     """The nodes whose values need gradients: what comes of an input that asks for one."""
     given = zip((n for n in nodes if n.op == "placeholder"), args, strict=True)
     found = {n for n, a in given if isinstance(a, Tensor) and a.requires_grad}
-    for node in nodes:
-        value = node.meta.get("val")
-        floating = isinstance(value, Tensor) and value.is_floating_point()
-        if floating and any(source in found for source in node.all_input_nodes):
-            found.add(node)
-    return found
+    values = ((n, n.meta.get("val")) for n in nodes)
+    return found | following(found, [n for n, v in values if isinstance(v, Tensor) and v.is_floating_point()])

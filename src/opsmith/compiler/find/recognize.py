@@ -37,7 +37,7 @@ from opsmith.compiler.find.operands import (
     with_rows_kept,
     without_axis,
 )
-from opsmith.compiler.find.site import After, Site, between, check, cuts, where
+from opsmith.compiler.find.site import After, Site, between, check, cuts, following, where
 from opsmith.compiler.find.template import Template
 from opsmith.compiler.find.window import MAX_READ, Window, Windows
 from opsmith.operator import Kind, Operator, Pattern
@@ -107,7 +107,7 @@ class _Finder:
                 result.sites.append(site)
                 # What it makes of its main input; other sites may share the rest, as all layers a rotation's tables.
                 main = next(filter(None, (set(nodes_in(v)) for v in site.arguments.values())))
-                self.consumed |= _following(main, site.region) | {site.root}
+                self.consumed |= following(main, site.region) | {site.root}
         result.sites.reverse()
         result.misses = self._misses(result.sites)
         result.apart = [replace(site) for site in result.sites]  # growing changes the sites themselves
@@ -234,7 +234,7 @@ class _Finder:
         if problem.score < 0 or template.cut is None:
             return problem if problem.score >= 0 else None
         # What came out otherwise than as the operator takes enough calls from its main input to the root.
-        calls = _following(reading.cut[:1], between(root, reading.cut[:1], MAX_READ))
+        calls = following(reading.cut[:1], between(root, reading.cut[:1], MAX_READ))
         return problem if len(calls) >= MIN_COMPOSITE else None
 
     def _bind(
@@ -359,15 +359,6 @@ def _known(patterns: tuple[Pattern, ...]) -> dict[int | None, _Outcome | None]:
 
 
 _COPIES = ("aten::clone", "aten::cat", "aten::_unsafe_view", "aten::reshape")
-
-
-def _following(values: Iterable[Node], region: Iterable[Node]) -> set[Node]:
-    """The nodes of a region that something is made of these values in."""
-    known = set(values)
-    for node in sorted(region):
-        if not known.isdisjoint(node.all_input_nodes):
-            known.add(node)
-    return known.intersection(region)
 
 
 def _is_read_again(site: Site) -> bool:

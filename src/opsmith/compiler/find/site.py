@@ -96,6 +96,15 @@ def between(
     return list(region)
 
 
+def following(values: Iterable[Node], region: Iterable[Node]) -> set[Node]:
+    """The nodes of a region that something is made of these values in."""
+    known = set(values)
+    for node in sorted(region):
+        if not known.isdisjoint(node.all_input_nodes):
+            known.add(node)
+    return known.intersection(region)
+
+
 def hint(node: Node, known: Mapping[Any, int] | None = None) -> Any:
     """A value without storage and without symbols, for a dry run of an operator; of symbols what is `known`."""
     value = node.meta["val"]

@@ -28,6 +28,7 @@ from opsmith.compiler.capture.casts import Regions
 from opsmith.compiler.capture.mutation import filled
 from opsmith.compiler.choose.weights import Weights
 from opsmith.compiler.find.joined import joined
+from opsmith.compiler.find.site import following
 from opsmith.compiler.steps.bind import kernel_calls
 from opsmith.compiler.steps.slots import Layout, Slots, entering, is_pure, is_size, memories, memory
 from opsmith.compiler.steps.source import Writer, target_name
@@ -318,12 +319,6 @@ class Recorder:
 
 def varying(nodes: Sequence[Node], free: Collection[Any]) -> set[Node]:
     """The nodes whose sizes, strides or number depend on these symbols; of one without a value, the inputs do."""
-    found: set[Node] = set()
-    for node in nodes:
-        if "val" in node.meta:
-            varies = not free_symbols(node.meta["val"]).isdisjoint(free)
-        else:
-            varies = any(source in found for source in node.all_input_nodes)
-        if varies:
-            found.add(node)
-    return found
+    told = {n for n in nodes if "val" in n.meta}
+    found = {n for n in told if not free_symbols(n.meta["val"]).isdisjoint(free)}
+    return found | following(found, [n for n in nodes if n not in told])

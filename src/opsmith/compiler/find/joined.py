@@ -114,12 +114,8 @@ def join(
         # A layer's columns end where the next one's panel starts.
         panel = _PANEL[group[0].layer.format]
         group = sorted(group, key=lambda p: p.columns % panel != 0)
-        if any(p.columns % panel for p in group[:-1]) or not private(
-            [p.node for p in group], gm.graph, effects
-        ):
-            continue
-        site = _site(group)
-        if not effects.disturbed(site.region, site.outputs) and may_lay([p.layer for p in group]):
+        site, whole = _site(group), not any(p.columns % panel for p in group[:-1])
+        if whole and private(site, gm.graph, effects) and may_lay([p.layer for p in group]):
             sites.append(site)
     return sites
 
@@ -173,15 +169,14 @@ def source(x: Node) -> Node:
     return x
 
 
-def private(results: Sequence[Node], graph: fx.Graph, effects: Effects) -> bool:
-    """Whether results can be columns of a larger one: none is returned, changed, or read by its strides."""
-    memory = {effects.memory[n] for n in results if n in effects.memory}
+def private(site: Site, graph: fx.Graph, effects: Effects) -> bool:
+    """Whether a site's results can be columns of one: none is returned, changed, disturbed, or read by its strides."""
+    memory = {effects.memory[n] for n in site.outputs if n in effects.memory}
     returned = {effects.memory.get(n) for o in graph.nodes if o.op == "output" for n in o.all_input_nodes}
-    by_strides = any(
-        op_name(n) == "aten::as_strided" and effects.memory.get(n) in memory for n in graph.nodes
-    )
-    own = len(memory) == len(results) and not memory & returned
-    return own and not by_strides and effects.changing().isdisjoint(results)
+    by_strides = {effects.memory.get(n) for n in graph.nodes if op_name(n) == "aten::as_strided"}
+    own = len(memory) == len(site.outputs) and memory.isdisjoint(returned | by_strides)
+    still = effects.changing().isdisjoint(site.outputs) and not effects.disturbed(site.region, site.outputs)
+    return own and still
 
 
 def _site(group: list[Part]) -> Site:

@@ -32,11 +32,9 @@ def together(
     merged: dict[int, Site] = {}  # by a part: what it became part of
     of = {s.root: s for s in sites if _plain(s, values)}
     for group in runs(graph, of.get, _alike):
-        if private([s.root for s in group], graph, effects):
-            site = _site(group)
-            weights = [values[s.arguments["weight"]] for s in group]
-            if not effects.disturbed(site.region, site.outputs) and lay(weights):
-                merged |= dict.fromkeys(map(id, group), site)
+        site = _site(group)
+        if private(site, graph, effects) and lay([values[s.arguments["weight"]] for s in group]):
+            merged |= dict.fromkeys(map(id, group), site)
     return list({id(s): s for s in (merged.get(id(s), s) for s in sites)}.values())
 
 
@@ -59,13 +57,9 @@ def _plain(site: Site, values: dict[Node, Any]) -> bool:
 
 def _alike(site: Site, group: list[Site]) -> bool:
     """Whether one call can stand where the group's first does, and is one product of one input."""
-    first = group[0]
-    same = [
-        (source(s.arguments["x"]), shape_of(s.arguments["x"]), s.arguments.get("bias") is None)
-        for s in (site, first)
-    ]
-    others = {s.arguments["weight"] for s in group}
-    return same[0] == same[1] and site.arguments["weight"] not in others
+    calls = [s.arguments for s in (site, group[0])]
+    mine, its = ((source(c["x"]), shape_of(c["x"]), c.get("bias") is None) for c in calls)
+    return mine == its and all(s.arguments["weight"] is not site.arguments["weight"] for s in group)
 
 
 def _site(group: list[Site]) -> Site:

@@ -70,11 +70,8 @@ def _taken(card: Operator, sample: Sample) -> str:
         "another shape": (sample, tree_map_only(Tensor, lambda t: t.new_zeros((*t.shape, 2)), fitting)),
         "no tensor": (sample, [1.0]),
     }
-    read = [
-        t
-        for t in tensors_of((sample.args, dict(sample.kwargs)))
-        if t.dtype == first.dtype and t.is_contiguous() and t.numel() > 1 and first.numel()
-    ]
+    alike = (t for t in tensors_of((sample.args, dict(sample.kwargs))) if t.dtype == first.dtype)
+    read = [t for t in alike if t.is_contiguous() and t.numel() > 1 and first.numel()]
     for at, t in enumerate(read):
         wrong[f"a part of input {at} of its dtype"] = _overlapping(sample, t, fitting)
     for what, (call, out) in wrong.items():

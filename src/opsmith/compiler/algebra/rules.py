@@ -325,9 +325,7 @@ def _length(c: Canon, node: Node, self: Any, ord: Any, dim: Any, keepdim: bool, 
     if ord != 2:
         raise Unreadable
     s, written = c.space, "sum" in c.keeps
-    return _reduced(
-        c, self, dim, keepdim, lambda x, size: s.reduce("sum", x * x, size, as_written=written) ** 0.5
-    )
+    return _reduced(c, self, dim, keepdim, lambda x, n: s.reduce("sum", x * x, n, as_written=written) ** 0.5)
 
 
 def _variance(s: Space, x: Poly, size: Dim) -> Poly:

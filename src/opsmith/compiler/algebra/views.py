@@ -77,10 +77,7 @@ def _atom(s: Space, atom: Atom, old: Shape, new: Shape) -> Poly:
         return reshape(s.from_atom(atom), atom.shape, (*new[:-2], *atom.shape[-2:]))
     if atom.name == "join" and atom.shape == old and same_last:
         kind, sizes = atom.attrs
-        parts = [
-            reshape(part, (*old[:-1], size), (*new[:-1], size))
-            for part, size in zip(atom.args, sizes, strict=True)
-        ]
+        parts = [reshape(a, (*old[:-1], n), (*new[:-1], n)) for a, n in zip(atom.args, sizes, strict=True)]
         return join(kind, parts, sizes, new)
     if atom.shape == old:
         return s.fn("reshape", s.from_atom(atom), shape=new, attrs=(new,))

@@ -93,11 +93,8 @@ def _casts(node: Node) -> dict[Node, torch.dtype]:
     """What a call casts of its inputs before it does anything else."""
     if not isinstance(node.target, torch._ops.OpOverload) or node.target._schema.is_mutable:
         return {}
-    values = {
-        n: v
-        for n in node.all_input_nodes
-        if isinstance(v := n.meta.get("val"), Tensor) and v.is_floating_point()
-    }
+    given = ((n, n.meta.get("val")) for n in node.all_input_nodes)
+    values = {n: v for n, v in given if isinstance(v, Tensor) and v.is_floating_point()}
     result = node.meta.get("val")
     if not values or node.target.namespace != "aten" or node.target is torch.ops.aten.to.dtype:
         return {}

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -66,9 +67,8 @@ class Mixtures:
     def lines(self) -> list[str]:
         """What a report says of them."""
         lines = [f"experts: {self._taken} mixtures in one kernel each"] * bool(self._taken)
-        return lines + [
-            f"experts: {n} mixtures are left to transformers: {why}" for why, n in self._left.items()
-        ]
+        lines += [f"experts: {n} mixtures are left to transformers: {why}" for why, n in self._left.items()]
+        return lines
 
 
 class PackedMixture(StandIn, nn.Module):
@@ -171,8 +171,6 @@ def _some(module: Any, packed: Any, dtype: torch.dtype) -> Any:
     for name, of in zip(PackedMixture.weights, packed or (), strict=False):
         some = torch.stack([of[e].dequantize() for e in range(one.num_experts)])
         held[name] = some.mT if module.is_transposed else some
-    one._parameters = {
-        name: None if t is None else nn.Parameter(t.to(dtype), requires_grad=False)
-        for name, t in held.items()
-    }
+    fixed = partial(nn.Parameter, requires_grad=False)
+    one._parameters = {name: None if t is None else fixed(t.to(dtype)) for name, t in held.items()}
     return one

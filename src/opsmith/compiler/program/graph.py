@@ -60,11 +60,9 @@ class CompiledGraph:
         self._learning: Worth | None = None  # once gradients were asked for: whether it runs rewritten then
         self._gpu = gpu_of(examples)
         steady = not (self._changed or self.sites.effects.random)
-        self.recordings = (
-            Recordings(self.weights.others(examples))
-            if selector.config.cuda_graphs and steady and self._gpu is not None
-            else None
-        )
+        self.recordings: Recordings | None = None
+        if selector.config.cuda_graphs and steady and self._gpu is not None:
+            self.recordings = Recordings(self.weights.others(examples))
         self._lock = threading.RLock()
         weakref.finalize(self, measure.trim_later).atexit = False
 
@@ -275,12 +273,9 @@ class Apart:
 
 def _load_kernels(sites: Sites, args: Sequence[Any], training: bool) -> None:
     """Build the native kernels of what was found in one run, where they are not there: not one after the other."""
-    names = {
-        schema.partition("(")[0]
-        for known in sites.values()
-        # The first one is the forward.
-        for schema in known.site.card.schemas[: None if training else 1]
-    }
+    # Of each operator, the first one is the forward.
+    schemas = (known.site.card.schemas[: None if training else 1] for known in sites.values())
+    names = {schema.partition("(")[0] for own in schemas for schema in own}
     first = next((a for a in args if isinstance(a, Tensor) and a.is_floating_point()), None)
     if first is not None and (known := sorted(names & libraries.kernels().keys())):
         native(first, *known)

@@ -104,9 +104,8 @@ class Programs:
             text = f"{size.start} to {size.stop - 1}" if type(size) is range else str(size)
             known[str(number.meta.get("val"))] = text
         varying = (t.shape for t in self._tensors if any(free_symbols(n) for n in t.shape))
-        return ", ".join(
-            dict.fromkeys("×".join(known.get(str(n), str(n)) for n in shape) for shape in varying)
-        )
+        texts = ("×".join(known.get(str(n), str(n)) for n in shape) for shape in varying)
+        return ", ".join(dict.fromkeys(texts))
 
     def worth(self, key: Key) -> Worth | None:
         """What was found at the nearest sizes measured: only an example is worth the time of measuring."""

@@ -59,10 +59,7 @@ def form(site: Site, value: Value) -> str:
                 given.append(f"{names[node]} = {_kind(value(node))}")
         return names[node]
 
-    steps = [
-        f"{name(n)} = {n.target} {map_arg(n.args, name)} {map_arg(n.kwargs, name)}"
-        for n in sorted(site.region)
-    ]
+    steps = [f"{name(n)} = {n.target} {map_arg((n.args, n.kwargs), name)}" for n in sorted(site.region)]
     written = {
         k: evaluate(v, name, lambda made, args: (made.target, args)) for k, v in site.arguments.items()
     }

@@ -33,9 +33,8 @@ Exact = Callable[[], Iterable[Part]]  # what `run_wide` finds
 def prove(site: Site, value: Value, got: tuple[Tensor | None, ...], exactly: Exact) -> list[Verdict]:
     """Hold each of the operator's results to the card's tolerance; `value` gives what eager computed at a node."""
     # Layers that one kernel does together stay what each was by itself, which is proved where it was packed.
-    if site.columns and all(
-        r is not None and r.equal(value(n)) for r, n in zip(got, site.outputs, strict=True)
-    ):
+    same = (r is not None and r.equal(value(n)) for r, n in zip(got, site.outputs, strict=True))
+    if site.columns and all(same):
         return [Verdict(True, 0.0, 0.0)]
     verdicts = [
         _check(site.card.tolerance, r, value(n), ((at, exact[n]) for at, exact in exactly()))

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from itertools import permutations
+from itertools import permutations, product
 from types import SimpleNamespace
 from typing import Any
 
@@ -124,11 +124,8 @@ def readings(module: nn.Module) -> list[Reading]:
     if (len(linears), len(norms)) not in ((4, 1), (5, 2)):
         return []
     no_rank = (None,) * (2 - len(norms))  # of the queries
-    found = (
-        _read(*some, *no_rank, *those, *no_rank)
-        for some in permutations(linears)
-        for those in permutations(norms)
-    )
+    orders = product(permutations(linears), permutations(norms))
+    found = (_read(*some, *no_rank, *those, *no_rank) for some, those in orders)
     return [reading for reading in found if reading is not None]
 
 

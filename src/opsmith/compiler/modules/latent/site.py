@@ -41,13 +41,9 @@ from opsmith.ops import (
 from opsmith.ops.mla.projection import normalize_and_project
 
 FORMS = {"int8": "weight_int8", "int8_dynamic": "per_token", "int4": "weight_int4"}
-OPERATORS = {
+OPERATORS = {  # by whether they stand around packed products
     False: (mla_preprocess.__name__, mla_attention.__name__),
-    True: (
-        mla_kv_epilogue.__name__,
-        mla_q_epilogue.__name__,
-        mla_attention.__name__,
-    ),  # around packed products
+    True: (mla_kv_epilogue.__name__, mla_q_epilogue.__name__, mla_attention.__name__),
 }
 To = tuple[Tensor, Tensor, Tensor, MLACache]  # cosines, sines, slots, and where these are
 _NUMBERS = itertools.count()
@@ -174,11 +170,9 @@ class LatentSite:
     @property
     def scale(self) -> float:
         """What the module multiplies scores with, where it says so: YaRN adds to the root of the width."""
-        for name in ("scaling", "softmax_scale", "scale"):
-            value = getattr(self.module, name, None)
-            if isinstance(value, float):
-                return value
-        return float((self.reading.nope + self.reading.rope) ** -0.5)
+        said = (getattr(self.module, name, None) for name in ("scaling", "softmax_scale", "scale"))
+        root = float((self.reading.nope + self.reading.rope) ** -0.5)
+        return next((value for value in said if isinstance(value, float)), root)
 
     @property
     def width(self) -> int:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from opsmith import measure
-from opsmith.call.dispatch import is_sharded
+from opsmith.call.dispatch import is_sharded, needs_grad
 from opsmith.compiler.capture.mutation import Effects
 from opsmith.compiler.capture.parts import by_parts
 from opsmith.compiler.capture.shards import Shards, is_gathered
@@ -157,7 +157,8 @@ class Session:
         self.unread.append(GraphReport(nodes=nodes, left=why))
 
     def _graph(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        nodes, learns = len(gm.graph.nodes), _learns(example_inputs)
+        nodes = len(gm.graph.nodes)
+        learns = needs_grad(*(t for t in example_inputs if isinstance(t, Tensor)))
         show(f"looking for operators in a graph of {nodes} calls")
         try:
             if self.selector.spent:
@@ -191,7 +192,7 @@ class Session:
     ) -> list[Site]:
         """A graph's sites, with the layers of one input as one call."""
         # Gradients of one product would have to be taken apart again, which costs more than it saves.
-        apart = self.gathered or _learns([t for t in inputs if isinstance(t, nn.Parameter)])
+        apart = self.gathered or needs_grad(*(t for t in inputs if isinstance(t, nn.Parameter)))
         plain = found if apart else together(found, gm.graph, inputs, self.adjacent.lay, effects)
         self.adjacent.read.give_back()
         return [*plain, *self.packing.join(gm, effects, inputs)]
@@ -275,11 +276,6 @@ class Session:
     def __repr__(self) -> str:
         sites = sum(len(g.sites) for g in self.graphs)
         return f"<opsmith: {len(self.graphs)} graph(s), {sites} sites, {len(self.plan.shapes)} shape(s)>"
-
-
-def _learns(inputs: Sequence[Any]) -> bool:
-    """Whether autograd records what is done to one of these."""
-    return torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in inputs)
 
 
 def _has_own_gradients(gm: fx.GraphModule) -> bool:

@@ -182,21 +182,21 @@ def _wrong(layers: Mapping[int, tuple[Seen, int | None]]) -> str:
         assert own is not None  # it ran
         given = (seen.query, seen.key, seen.value)
         with torch.no_grad():
-            eager = own(seen.module, *given, _mask_for(seen, seen.query.dtype), **seen.options)[0]
+            eager = own(seen.module, *given, _as_taken(seen.mask, seen.query.dtype), **seen.options)[0]
             with Exact():
                 wide = widened(given)
-                exact = own(seen.module, *wide, _mask_for(seen, torch.float64), **widened(seen.options))[0]
+                exact = own(seen.module, *wide, _as_taken(seen.mask, torch.float64), **widened(seen.options))[
+                    0
+                ]
             ours = _by_pages(seen, window)
         verdict = CARD.tolerance.check(ours, eager, exact)
         if verdict.ok:
             close.append(verdict.eager)
         else:
             doubtful[at] = ours, eager, verdict.why
-    allowed = max(close, default=0.0)
-    wrong = (
-        at for at, (ours, eager, _) in doubtful.items() if not CARD.tolerance.near(ours, eager, allowed).ok
-    )
-    return next((f"layer {at}: {doubtful[at][-1]}" for at in wrong), "")
+    near, allowed = CARD.tolerance.near, max(close, default=0.0)
+    wrong = ((at, why) for at, (ours, eager, why) in doubtful.items() if not near(ours, eager, allowed).ok)
+    return next((f"layer {at}: {why}" for at, why in wrong), "")
 
 
 def _by_pages(seen: Seen, window: int | None) -> Tensor:
@@ -215,12 +215,10 @@ def _by_pages(seen: Seen, window: int | None) -> Tensor:
     return torch.cat(results, 1)
 
 
-def _mask_for(seen: Seen, dtype: torch.dtype) -> Tensor:
-    """As the model's own attention takes it."""
-    return seen.mask if _watching.name != "eager" else _added(seen.mask, dtype)
-
-
-def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
+def _as_taken(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """A mask as the model's own attention takes it."""
+    if _watching.name != "eager":
+        return mask
     return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)
 
 
@@ -240,12 +238,10 @@ def _attend(
             },
         )
     )
-    if _watching.name == "eager":
-        attention_mask = _added(attention_mask, query.dtype)
     own = conventions.own_attention(module, _watching.name)
     if own is None:
         raise ValueError("has no function of its own for attention")
-    y, *rest = own(module, query, key, value, attention_mask, **options)
+    y, *rest = own(module, query, key, value, _as_taken(attention_mask, query.dtype), **options)
     if (draws := _watching.roundings) is not None:
         moved = torch.rand(y.shape, generator=draws, device=y.device) * 2 - 1
         y = (y + y * moved * torch.finfo(y.dtype).eps).to(y.dtype)

@@ -74,13 +74,8 @@ def _generate(model: Any, batch: int, length: int, tokens: int) -> None:
     random = torch.Generator().manual_seed(0)
     ids = torch.randint(0, config.vocab_size, (batch, length), generator=random).to(model.device)
     # Every sequence goes on to the last token, whatever would end it.
-    model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=tokens,
-        min_new_tokens=tokens,
-        do_sample=False,
-    )
+    exactly = {"max_new_tokens": tokens, "min_new_tokens": tokens}
+    model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, **exactly)
 
 
 def check(model: nn.Module) -> None:

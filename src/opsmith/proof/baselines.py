@@ -131,12 +131,10 @@ def _reference(card: Operator) -> Callable[..., Any] | str:
     return card.reference if card.eager is not card.reference else "eager runs the definition itself"
 
 
-BASELINES = {
-    baseline.name: baseline
-    for baseline in (
-        Baseline("reference", "reference", lambda device: True, _reference),
-        Baseline("eager", "eager", lambda device: True, lambda card: card.eager),
-        Baseline("compile", "torch.compile", lambda device: True, _compiled),
-        Baseline("liger", "Liger", _liger_here, _liger),
-    )
-}
+_ALL = (
+    Baseline("reference", "reference", lambda device: True, _reference),
+    Baseline("eager", "eager", lambda device: True, lambda card: card.eager),
+    Baseline("compile", "torch.compile", lambda device: True, _compiled),
+    Baseline("liger", "Liger", _liger_here, _liger),
+)
+BASELINES = {baseline.name: baseline for baseline in _ALL}

@@ -90,15 +90,12 @@ def verify(
                 yield Finding(*where, False, math.inf, why=str(wrong))
             if card.differentiable:
                 yield check(FUNCTION, "gradients", partial(backward, card.function), differentiated=True)
-            for implementation in card.candidates(*sample.args, **sample.kwargs)[0]:
-                if allocating or not implementation.takes_out:
-                    yield check(
-                        implementation.name, "values", partial(forward, implementation.fn), known=known
-                    )
-                if implementation.takes_out:
-                    yield check(
-                        implementation.name, "out=", partial(_into, implementation), into=True, known=known
-                    )
+            for one in card.candidates(*sample.args, **sample.kwargs)[0]:
+                held = partial(check, one.name, known=known)
+                if allocating or not one.takes_out:
+                    yield held("values", partial(forward, one.fn))
+                if one.takes_out:
+                    yield held("out=", partial(_into, one), into=True)
 
 
 def examine(

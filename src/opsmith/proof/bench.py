@@ -312,11 +312,11 @@ class _Run:
         if size + one.largest_output <= measure.describe().last_level_cache or not large:
             found["warm"] = timed(everyone, pool=pool, warm=True, budget_s=self.seconds / 3, min_rounds=3)
         if self.device == "cuda" and not prepared:
-            found |= self._graphs(one, everyone, pool, notes)
+            found |= self._graphs(one, everyone, pool, notes, timed)
         return found
 
     def _graphs(
-        self, one: Pass, everyone: Calls, pool: Any, notes: list[str]
+        self, one: Pass, everyone: Calls, pool: Any, notes: list[str], timed: Callable[..., Any]
     ) -> dict[str, measure.Comparison]:
         """Every contestant as a CUDA graph over the whole pool; those that cannot be captured are named."""
         sets = [pool[i] for i in range(len(pool))]
@@ -329,11 +329,7 @@ class _Run:
         if not graphs:
             return {}
         roofs = measure.RoofProbes(self._roofs(one.cost()), device=self.device)
-        return {
-            "graph": measure.compare(
-                graphs, roofs=roofs, budget_s=self.seconds, warmup=1, min_rounds=3, device=self.device
-            )
-        }
+        return {"graph": timed(graphs, roofs=roofs, budget_s=self.seconds, min_rounds=3)}
 
     def _judged(self, cost: Cost) -> bool:
         return cost.intensity <= _MATMUL_INTENSITY or f"matmul {short(self.dtype)}" in measure.KINDS

@@ -172,10 +172,12 @@ class Session:
 
             def make(inputs: Sequence[Any]) -> CompiledGraph:
                 more, lay = partial(self._sites, inputs), self.adjacent.lay
-                return CompiledGraph(traced, found, gm, inputs, self.selector, self.proofs, more, lay)
+                graph = CompiledGraph(traced, found, gm, inputs, self.selector, self.proofs, more, lay)
+                self.graphs.append(graph)
+                return graph
 
             ones = self.capturing.general and self.capturing.paged
-            return Apart(make, self.graphs.append, example_inputs, ones)
+            return Apart(make, example_inputs, ones)
         except NotGeneral:
             raise
         except Declined as why:

@@ -235,18 +235,11 @@ class Apart:
     and a token, where `ones` says so: which numbers are one decides.
     """
 
-    def __init__(
-        self,
-        make: Callable[[Sequence[Any]], CompiledGraph],
-        made: Callable[[CompiledGraph], None],
-        examples: Sequence[Any],
-        ones: bool,
-    ):
-        self._make, self._made, self._ones = make, made, ones
+    def __init__(self, make: Callable[[Sequence[Any]], CompiledGraph], examples: Sequence[Any], ones: bool):
+        self._make, self._ones = make, ones
         self.graphs: dict[Key, CompiledGraph] = {}  # by matter
         self._lock = threading.Lock()
         self._first = make(examples)  # for whatever comes first
-        made(self._first)
         self._ends = self._first.weights.at[:1] + self._first.weights.at[-1:]  # enough to tell layers apart
 
     def __call__(self, *args: Any) -> Any:
@@ -265,7 +258,6 @@ class Apart:
                 gone = next((m for m, graph in self.graphs.items() if graph.weights.gone), None)
                 if gone is None and self.graphs:
                     self.graphs[matter] = self._make(args)
-                    self._made(self.graphs[matter])
                 else:
                     self.graphs[matter] = self._first if gone is None else self.graphs.pop(gone)
             return self.graphs[matter]

@@ -89,9 +89,8 @@ def _largest(card: Operator, samples: list[Sample], dtype: torch.dtype, device: 
     workloads: list[Sample] = []
     if card.workloads is not None and not triton.INTERPRETED:  # where a large call takes minutes
         workloads = list(card.workloads(Make(dtype, device)))
-    return max(
-        (s for s in (*samples, *workloads) if elements_of(s) <= _LARGE), key=elements_of, default=samples[0]
-    )
+    quick = (s for s in (*samples, *workloads) if elements_of(s) <= _LARGE)
+    return max(quick, key=elements_of, default=samples[0])
 
 
 def _twice(card: Operator, implementation: Implementation, sample: Sample) -> str:

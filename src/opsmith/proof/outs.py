@@ -96,8 +96,7 @@ def _overlapping(sample: Sample, t: Tensor, fitting: Any) -> tuple[Sample, Any]:
     first, *rest = tensors_of(fitting)
     memory = first.new_zeros(t.numel() + first.numel())
     moved = memory[: t.numel()].view(t.shape).copy_(t.detach())
-    args, kwargs = tree_map_only(
-        Tensor, lambda one: moved if one is t else one, (sample.args, dict(sample.kwargs))
-    )
+    given = (sample.args, dict(sample.kwargs))
+    args, kwargs = tree_map_only(Tensor, lambda one: moved if one is t else one, given)
     out = memory[1 : 1 + first.numel()].view(first.shape)
     return Sample(sample.name, args, kwargs), out if isinstance(fitting, Tensor) else (out, *rest)

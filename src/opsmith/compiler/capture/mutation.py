@@ -200,8 +200,7 @@ def _functional(node: Node) -> torch._ops.OpOverload | None:
     # The operator in place keeps its dtype where the other one would promote.
     if any(torch.promote_types(dtype, other) != dtype for other in wide):
         return None
-    packet = getattr(torch.ops.aten, name[:-1], None)
-    pure = getattr(packet, target._overloadname, None) if packet is not None else None
+    pure = getattr(getattr(torch.ops.aten, name[:-1], None), target._overloadname, None)
     if pure is None:
         return None
     same = [a.name for a in pure._schema.arguments] == [a.name for a in target._schema.arguments]

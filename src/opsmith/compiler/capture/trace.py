@@ -44,9 +44,8 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[Any], general: bool = F
         )
 
     with torch.fx.traceback.preserve_node_meta(), mode or contextlib.nullcontext():
-        traced = make_fx(Recorder(gm).run, decompositions, pre_dispatch=True, _allow_non_fake_inputs=True)(
-            *[fake(v) for v in example_inputs]
-        )
+        trace = make_fx(Recorder(gm).run, decompositions, pre_dispatch=True, _allow_non_fake_inputs=True)
+        traced = trace(*[fake(v) for v in example_inputs])
         spell_out(traced.graph, [isinstance(v, torch.nn.Parameter) for v in example_inputs])
     if general:
         check_general(traced.graph)

@@ -113,9 +113,8 @@ class Matcher:
     def _mono(self, p: tuple[Mono, float], t: tuple[Mono, float], env: Binding) -> Binding | None:
         (pm, pc), (tm, tc) = p, t
         term = self.space._poly({tm: tc})
-        hole = next(
-            (n for n, v in self.template.holes.items() if math.isclose(abs(pc), v, rel_tol=1e-9)), None
-        )
+        holes = self.template.holes.items()
+        hole = next((n for n, v in holes if math.isclose(abs(pc), v, rel_tol=1e-9)), None)
         if hole is not None:
             bound = self._bind(env, hole, tc if pc > 0 else -tc, term)
             if bound is None:

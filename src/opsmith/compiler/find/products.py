@@ -70,6 +70,5 @@ def _site(group: list[Site]) -> Site:
     roots = tuple(s.root for s in group)
     region = set().union(*(s.region for s in group))
     columns = tuple(int(shape_of(n)[-1]) for n in roots)
-    return Site(
-        CARD, f"{len(group)} layers of one input", call, roots, region, parts=tuple(group), columns=columns
-    )
+    pattern = f"{len(group)} layers of one input"
+    return Site(CARD, pattern, call, roots, region, parts=tuple(group), columns=columns)

@@ -60,10 +60,8 @@ class Windows:
                     numbers.setdefault(source, len(numbers))
         if not numbers.keys().isdisjoint(self._opaque):
             return Window(read, [*numbers], None)
-        lines = [
-            (text, *map(numbers.get, given), node in explained)
-            for node, (text, given) in ((node, self._described(node)) for node in numbers)
-        ]
+        what = ((node, *self._described(node)) for node in numbers)
+        lines = [(text, *map(numbers.get, given), node in explained) for node, text, given in what]
         return Window(read, [*numbers], hash((len(read), *lines)))
 
 

@@ -85,9 +85,8 @@ def factor_of(module: nn.Embedding) -> float | None:
     generator, ids = torch.Generator().manual_seed(0), torch.arange(4, device=device)
     table = torch.randn(len(ids), weight.shape[1], generator=generator).to(device, weight.dtype)
     try:
-        one, some = (
-            torch.func.functional_call(module, {"weight": t}, ids) for t in (torch.ones_like(table), table)
-        )
+        tables = (torch.ones_like(table), table)
+        one, some = (torch.func.functional_call(module, {"weight": t}, ids) for t in tables)
         factor = float(one.flatten()[0])
         exact = some.dtype == table.dtype and some.equal(table * factor)
     except Exception:  # whatever it wants, it is not numbers of rows

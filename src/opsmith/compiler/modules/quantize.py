@@ -338,7 +338,6 @@ def _wrong(packed: PackedLinear, x: Tensor) -> str:
 
 def needed(guards: Sequence[GuardFilterEntry]) -> list[bool]:
     """All that Dynamo would ask before a call but what is inside packed layers, and PyTorch's leave for a fast path."""
-    inside = tuple(
-        g.name + end for g in guards if g.has_value and isinstance(g.value, PackedLinear) for end in ".["
-    )
+    packed = (g.name for g in guards if g.has_value and isinstance(g.value, PackedLinear))
+    inside = tuple(name + end for name in packed for end in ".[")
     return [not g.name.startswith(inside) and not g.name.endswith("._is_fastpath_enabled") for g in guards]

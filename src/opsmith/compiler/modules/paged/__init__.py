@@ -59,9 +59,8 @@ class Paged:
             call, known = conventions.ModelCall(model, args, kwargs), self.why
             if not call.caches:
                 return run(*args, **kwargs)
-            why = (
-                self.why or call.refusal(model.parameters()) or call.beside() or self._take_over(model, call)
-            )
+            why = self.why or call.refusal(model.parameters()) or call.beside()
+            why = why or self._take_over(model, call)
             if why is None:
                 try:
                     return self._on_pages(model, call, run)

@@ -28,9 +28,8 @@ def keep_input_guards(guards: Sequence[Any]) -> list[bool]:
 
     Source: "Reducing Guard Overhead" in PyTorch's documentation of `torch.compile`.
     """
-    models = {
-        g.name for g in guards if g.has_value and isinstance(g.value, nn.Module) and g.name.isidentifier()
-    }
+    modules = (g.name for g in guards if g.has_value and isinstance(g.value, nn.Module))
+    models = {name for name in modules if name.isidentifier()}
     about_a_model = re.compile(rf"\b({'|'.join(map(re.escape, models))})\b") if models else None
     # Latent attention is switched on for each call that it serves: no attribute that a user sets.
     ours = tuple(f"{g.name}." for g in guards if g.has_value and isinstance(g.value, Switch))

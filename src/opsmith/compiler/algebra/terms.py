@@ -251,8 +251,7 @@ class Space:
             return self.mul(a, self.power(a, r - 1))
         if len(a.terms) == 1:
             mono, coef = a.terms[0]
-            whole = float(r).is_integer()
-            if whole or (coef > 0 and self._separable(mono)):
+            if float(r).is_integer() or (coef > 0 and self._separable(mono)):
                 factors = tuple((atom, p * r) for atom, p in mono.factors)
                 expo = mono.expo * r if mono.expo else None
                 return self._poly({self._mono(factors, expo): coef**r})
@@ -342,12 +341,9 @@ class Space:
         for mono, coef in a.terms:
             fixed, moving = self._split(mono)
             outer = self._poly({fixed: coef})
-            kept = name if as_written else "sum" if moving.expo is not None else "mean"
+            kept = name if as_written or not isinstance(size, int) else "sum" if moving.expo else "mean"
             if kept != name:
-                if not isinstance(size, int):
-                    kept = name
-                else:
-                    outer *= 1.0 / size if name == "mean" else float(size)
+                outer *= 1.0 / size if name == "mean" else float(size)
             if moving is not self.one:
                 outer *= self.fn(kept, self._poly({moving: 1.0}), shape=shape)
             elif kept == "sum":

@@ -78,15 +78,14 @@ class Matcher:
         bound = env.get(name)
         if bound is None:
             return {**env, name: value}
-        same = bound is value or (
-            isinstance(bound, float) and isinstance(value, float) and math.isclose(bound, value, rel_tol=RTOL)
-        )
-        if not same:
-            if name == self.template.cut and not self.level:
-                return None  # another value than the main input, altogether
-            text = show(bound) if isinstance(bound, Poly) else f"{bound:g}"
-            return self._fail(env, f"{name} = {text} again", at)
-        return env
+        if bound is value:
+            return env
+        if isinstance(bound, float) and isinstance(value, float) and math.isclose(bound, value, rel_tol=RTOL):
+            return env
+        if name == self.template.cut and not self.level:
+            return None  # another value than the main input, altogether
+        text = show(bound) if isinstance(bound, Poly) else f"{bound:g}"
+        return self._fail(env, f"{name} = {text} again", at)
 
     def _poly(self, p: Poly, t: Poly, env: Binding) -> Binding | None:
         if (name := _variable(p.atom)) is not None:

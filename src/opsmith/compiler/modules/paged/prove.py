@@ -184,10 +184,8 @@ def _wrong(layers: Mapping[int, tuple[Seen, int | None]]) -> str:
         with torch.no_grad():
             eager = own(seen.module, *given, _as_taken(seen.mask, seen.query.dtype), **seen.options)[0]
             with Exact():
-                wide = widened(given)
-                exact = own(seen.module, *wide, _as_taken(seen.mask, torch.float64), **widened(seen.options))[
-                    0
-                ]
+                wide, mask = widened(given), _as_taken(seen.mask, torch.float64)
+                exact = own(seen.module, *wide, mask, **widened(seen.options))[0]
             ours = _by_pages(seen, window)
         verdict = CARD.tolerance.check(ours, eager, exact)
         if verdict.ok:

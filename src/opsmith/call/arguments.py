@@ -136,11 +136,9 @@ def check_mask(op: str, mask: Any, x: Tensor, shape: Sequence[int], what: str) -
             f"got {short(mask.dtype)}"
         )
     check_device(op, mask, x, "mask", "the input")
-    fits = mask.shape == shape
-    if not fits and mask.dim() <= len(shape):
-        sizes = zip(mask.shape, shape[len(shape) - mask.dim() :], strict=True)
-        fits = all(m in (1, n) for m, n in sizes)
-    if not fits:
+    lead = len(shape) - mask.dim()
+    sizes = zip(mask.shape, shape[lead:], strict=True)
+    if mask.shape != shape and (lead < 0 or any(m not in (1, n) for m, n in sizes)):
         raise ValueError(f"{op}: mask must broadcast to {tuple(shape)} ({what}), got {tuple(mask.shape)}")
 
 

@@ -19,7 +19,7 @@ from opsmith.call.arguments import (
     one_of,
     short,
 )
-from opsmith.call.signature import Dtype, Input, Output, Signature, Sizes
+from opsmith.call.signature import Dtype, Input, Output, Signature
 
 
 def check_arguments(op: str, signature: Signature, values: Sequence[Any], needed: Sequence[str] = ()) -> None:
@@ -46,12 +46,8 @@ def check_arguments(op: str, signature: Signature, values: Sequence[Any], needed
 
 
 def _refuse(op: str, one: Input, t: Any, first: Input, x: Tensor, shape: torch.Size) -> None:
-    what = (
-        f"the shape of {first.name}"
-        if one.sizes == first.sizes
-        else f"the size of {first.name}'s last dimension"
-    )
-    check_like(op, t, x, one.name, shape, what, first.name)
+    what = "the shape of {}" if one.sizes == first.sizes else "the size of {}'s last dimension"
+    check_like(op, t, x, one.name, shape, what.format(first.name), first.name)
     if one.dtype is Dtype.FIRST:
         check_dtype(op, t, x, one.name, first.name)
     elif t.dtype not in (x.dtype, torch.float32):
@@ -100,26 +96,22 @@ def sizes_of(
     """
     found: dict[str, Any] = {}
     for one, t in zip(signature.tensors, tensors, strict=True):
-        sizes, shape = one.sizes, t.shape
-        if sizes and sizes[0] == "...":
-            lead = len(shape) - len(sizes) + 1
-            if lead < 0 or found.setdefault("...", shape[:lead]) != shape[:lead]:
-                _misfit(op, one.name, one.sizes, t.shape, found)
-            sizes, shape = sizes[1:], shape[lead:]
-        if len(sizes) != len(shape):
-            _misfit(op, one.name, one.sizes, t.shape, found)
-        for symbol, size in zip(sizes, shape, strict=True):
-            if (found.setdefault(symbol, size) if isinstance(symbol, str) else symbol) != size:
-                _misfit(op, one.name, one.sizes, t.shape, found)
+        sizes: list[Any] = [*t.shape]
+        if one.sizes[:1] == ("...",):
+            lead = max(0, len(sizes) - len(one.sizes) + 1)
+            sizes[:lead] = [t.shape[:lead]]
+        if len(sizes) != len(one.sizes) or any(
+            (found.setdefault(symbol, size) if isinstance(symbol, str) else symbol) != size
+            for symbol, size in zip(one.sizes, sizes, strict=True)
+        ):
+            known = ", ".join(
+                f"{k} = {tuple(v) if k == '...' else v}" for k, v in found.items() if k in one.sizes
+            )
+            raise ValueError(
+                f"{op}: {one.name} must have shape [{', '.join(map(str, one.sizes))}]"
+                f"{f' with {known}' if known else ''}, got {tuple(t.shape)}"
+            )
     for symbol in even:
         if found[symbol] % 2:
             raise ValueError(f"{op}: {symbol} must be even, as its elements are pairs; got {found[symbol]}")
     return found
-
-
-def _misfit(op: str, name: str, sizes: Sizes, shape: Sequence[int], found: Mapping[str, Any]) -> None:
-    known = ", ".join(f"{k} = {tuple(v) if k == '...' else v}" for k, v in found.items() if k in sizes)
-    raise ValueError(
-        f"{op}: {name} must have shape [{', '.join(map(str, sizes))}]"
-        f"{f' with {known}' if known else ''}, got {tuple(shape)}"
-    )

@@ -15,6 +15,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from subprocess import PIPE, STDOUT, Popen
 from typing import Any
 
 _BASE_FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fdiagnostics-color=never", "-pipe")
@@ -105,17 +106,12 @@ def first_that_runs(candidates: tuple[str, ...], path: str, line: int = 0) -> Co
             continue
         command = (program, *words)
         try:
-            done = subprocess.run(
-                [*command, "--version"],
-                capture_output=True,
-                text=True,
-                errors="replace",
-                timeout=60,
-                check=True,
+            said = subprocess.check_output(
+                [*command, "--version"], stderr=subprocess.DEVNULL, text=True, errors="replace", timeout=60
             )
         except (OSError, subprocess.SubprocessError):
             continue
-        return Compiler(command, done.stdout.strip().split("\n")[line].strip())
+        return Compiler(command, said.strip().split("\n")[line].strip())
     return None
 
 
@@ -258,14 +254,7 @@ def _run_ninja(folder: Path, watch: Watch) -> tuple[int, str]:
     environment = {**os.environ, "NINJA_STATUS": "[%f/%t] ", "LC_ALL": "C", "TMPDIR": str(folder)}
     command = [_ninja(), "-C", str(folder), "-j", str(_jobs())]
     output: list[str] = []
-    with subprocess.Popen(
-        command,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-    ) as process:
+    with Popen(command, env=environment, stdout=PIPE, stderr=STDOUT, text=True, errors="replace") as process:
         assert process.stdout is not None
         try:
             for line in process.stdout:

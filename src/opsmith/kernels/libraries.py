@@ -169,14 +169,13 @@ def _open(names: Sequence[str], beside: Sequence[Library] = ()) -> None:
 def _opened(name: str, path: Path, tier: str) -> Path:
     try:
         torch.ops.load_library(path)
-        return path
     except OSError:  # intact, yet not for this process: a home shared with another system, say
         (path,) = builder.build_libraries([_library(name, tier)], force=True)
-    try:
-        torch.ops.load_library(path)
-        return path
-    except OSError as error:
-        raise BuildError(f"opsmith: the native kernels were built but do not load: {error}") from error
+        try:
+            torch.ops.load_library(path)
+        except OSError as error:
+            raise BuildError(f"opsmith: the native kernels were built but do not load: {error}") from error
+    return path
 
 
 def build(tiers: Sequence[str] | None = None, force: bool = False) -> list[Path]:

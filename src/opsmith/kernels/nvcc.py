@@ -40,11 +40,8 @@ def require() -> Compiler:
     found = find()
     if found is None:
         chosen = os.environ.get("NVCC")
-        problem = (
-            f"NVCC={chosen} does not run"
-            if chosen
-            else "nvcc is not on PATH, in $CUDA_HOME or in /usr/local/cuda"
-        )
+        missing = "nvcc is not on PATH, in $CUDA_HOME or in /usr/local/cuda"
+        problem = f"NVCC={chosen} does not run" if chosen else missing
         raise BuildError(
             f"opsmith: CUDA kernels cannot be built: {problem}. Install NVIDIA's CUDA toolkit, or set NVCC to its nvcc;"
             " the other back ends need none of it"
@@ -56,13 +53,8 @@ def require() -> Compiler:
 def _home(compiler: Compiler) -> Path:
     """The toolkit's folder, by nvcc's own account: what is on PATH may be a script that calls it."""
     with tempfile.NamedTemporaryFile(suffix=".cu") as empty:
-        said = subprocess.run(
-            [*compiler.command, "--dryrun", "-c", empty.name],
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-        )
+        command = [*compiler.command, "--dryrun", "-c", empty.name]
+        said = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     found = _TOP.search(said.stderr + said.stdout)
     return Path(found[1] if found else Path(compiler.command[0]).parents[1]).resolve()
 

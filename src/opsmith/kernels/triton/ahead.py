@@ -85,19 +85,13 @@ class Ahead:
         signature, constants = {}, {}
         for parameter in kernel.params:
             value = values.get(parameter.name, parameter.default)
-            how = "constexpr" if parameter.is_constexpr else _kind(value)
-            signature[parameter.name] = how
-            if how == "constexpr":
+            kind = "constexpr" if parameter.is_constexpr else _kind(value)
+            signature[parameter.name] = kind
+            if kind == "constexpr":
                 constants[parameter.name] = value
         variant = Variant(kernel, signature, constants, settings)
-        arch = self.target.arch
-        key = (
-            variant.name,
-            arch,
-            tuple(signature.values()),
-            tuple(map(str, constants.values())),
-            str(settings),
-        )
+        how = tuple(signature.values()), tuple(map(str, constants.values())), str(settings)
+        key = (variant.name, self.target.arch, *how)
         if key not in self.compiled and self.wanted(variant):
             self.compiled[key] = self.compiler(variant, self.target)
 

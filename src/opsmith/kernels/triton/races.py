@@ -52,11 +52,8 @@ def watched() -> Iterator[list[str]]:
         found.extend(f"{name}: {problem}" for problem in _conflicts(touched["load"], touched["store"]))
         return result
 
-    builder.create_masked_load, builder.create_masked_store, executor.__call__ = (
-        noted_load,
-        noted_store,
-        launch,
-    )
+    watching = noted_load, noted_store, launch
+    builder.create_masked_load, builder.create_masked_store, executor.__call__ = watching
     try:
         yield found
     finally:

@@ -17,13 +17,8 @@ def visible_pairs(rows: int, columns: int, causal: bool, window: int | None) -> 
     """How many (query, key) pairs are visible, exactly, for any L and S."""
 
     def ramp(m: int) -> int:  # the sum over n <= m of n held to [0, columns]
-        return (
-            0
-            if m <= 0
-            else m * (m + 1) // 2
-            if m <= columns
-            else columns * (columns + 1) // 2 + (m - columns) * columns
-        )
+        rising = max(0, min(m, columns))
+        return rising * (rising + 1) // 2 + max(0, m - columns) * columns
 
     def keys_before(first: int) -> int:  # the keys before position first + i, summed over the queries i
         return ramp(first + rows - 1) - ramp(first - 1)
@@ -94,11 +89,8 @@ def samples(make: Make) -> Iterator[Sample]:
     yield Sample("padding mask", x, {"mask": make.mask(2, 1, 1, 50)})
     yield Sample("boolean mask", x, {"mask": make.mask(2, 2, 33, 50)})
     yield Sample("additive mask", x, {"mask": make(1, 1, 33, 50)})
-    yield Sample(
-        "ALiBi",
-        x,
-        {"mask": make(2, 1, 1) * torch.arange(50, dtype=make.dtype).to(make.device) / 8, "causal": True},
-    )
+    positions = torch.arange(50, dtype=make.dtype).to(make.device)
+    yield Sample("ALiBi", x, {"mask": make(2, 1, 1) * positions / 8, "causal": True})
     learned = tuple(make(1, 2, 20, 16).requires_grad_() for _ in range(3))
     yield Sample("additive mask, not learned", learned, {"mask": make(20, 20)})
     yield Sample("all masked", qkv(1, 2, 2, 5, 70, 16), {"mask": make.mask(1, 1, 5, 70, keep=0.0)})
@@ -144,9 +136,6 @@ def workloads(make: Make) -> Iterator[Sample]:
         for l in (512, 1024, 2048, 4096):
             yield Sample(f"1x{h}x{l}x{d}", qkv(1, h, h, l, l, d))
             yield Sample(f"1x{h}x{l}x{d} causal", qkv(1, h, h, l, l, d), {"causal": True})
-    yield Sample(
-        "32x12x128x32 padding mask",
-        qkv(32, 12, 12, 128, 128, 32),
-        {"mask": make.mask(32, 1, 1, 128, keep=0.9)},
-    )
+    x, mask = qkv(32, 12, 12, 128, 128, 32), make.mask(32, 1, 1, 128, keep=0.9)
+    yield Sample("32x12x128x32 padding mask", x, {"mask": mask})
     yield Sample("1x32/8x1x2048x128 decode", qkv(1, 32, 8, 1, 2048, 128))

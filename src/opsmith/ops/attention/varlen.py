@@ -203,10 +203,8 @@ def _workloads(make: Make) -> Iterator[Sample]:
     packed = partial(_packed, make)
     mixed = (1024, 17, 300, 64, 512, 5, 129, 800)
     yield Sample("8 sequences, 2851 tokens, 12x64", packed(mixed, mixed, 12, 12, 64), {"causal": True})
-    yield Sample(
-        "64 sequences of 16 to 47, 12x32",
-        packed(tuple(range(16, 48)) * 2, tuple(range(16, 48)) * 2, 12, 12, 32),
-    )
+    lengths = tuple(range(16, 48)) * 2
+    yield Sample("64 sequences of 16 to 47, 12x32", packed(lengths, lengths, 12, 12, 32))
     yield Sample(
         "8 x 1 token on 512 keys, 32/8x128", packed((1,) * 8, (512,) * 8, 32, 8, 128), {"causal": True}
     )

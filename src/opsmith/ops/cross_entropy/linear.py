@@ -231,11 +231,8 @@ def _samples(make: Make) -> Iterator[Sample]:
     yield Sample("bias", (hidden, weight, target), {"bias": bias})
     yield Sample("sum", (hidden, weight, target), {"reduction": "sum"})
     yield Sample("none", (hidden, weight, target), {"reduction": "none", "bias": bias})
-    yield Sample(
-        "all options",
-        (hidden, weight, target.masked_fill(target == -100, 7)),
-        {"label_smoothing": 0.2, "z_loss": 1e-3, "ignore_index": 7},
-    )
+    options = {"label_smoothing": 0.2, "z_loss": 1e-3, "ignore_index": 7}
+    yield Sample("all options", (hidden, weight, target.masked_fill(target == -100, 7)), options)
     yield Sample("float32 loss", (hidden, weight, target), {"dtype": torch.float32})
     yield Sample("large logits", (make(4, 64, scale=30.0), make(900, 64), make.ids(4, high=900)))
     yield Sample("int32 targets", (make(8, 32), make(65, 32), make.ids(8, high=65).int()))

@@ -130,14 +130,8 @@ class QuantizedEmbedding(KeepsDtypes):
         if table.dim() != 2:
             raise ValueError(f"{_NAME}: table must have shape [V, N], got {tuple(table.shape)}")
         table = table.detach()
-        made = cls(
-            *table.shape,
-            bits=bits,
-            cache_rows=cache_rows,
-            prefetch=prefetch,
-            dtype=table.dtype if dtype is None else dtype,
-            device=table.device,
-        )
+        how: dict[str, Any] = {"bits": bits, "cache_rows": cache_rows, "prefetch": prefetch}
+        made = cls(*table.shape, **how, dtype=dtype or table.dtype, device=table.device)
 
         def keep(here: slice, part: Tensor) -> Tensor:
             made.table[here], made.scale[here] = numbers, scale = round_rows(part)

@@ -98,13 +98,8 @@ class RowCache:
         hits, lookups = (0, 0) if self._stats is None else self._stats.tolist()
         held = self._snapshot
         tensors = [self._counts, self._stats, *((held.slots, held.rows, held.chosen) if held else ())]
-        return CacheInfo(
-            self.capacity,
-            0 if held is None else len(held.chosen),
-            hits,
-            lookups,
-            sum(t.nbytes for t in tensors if t is not None),
-        )
+        rows, nbytes = len(held.chosen) if held else 0, sum(t.nbytes for t in tensors if t is not None)
+        return CacheInfo(self.capacity, rows, hits, lookups, nbytes)
 
     def _start(self, table: Tensor) -> None:
         with self._lock, torch.inference_mode(False):

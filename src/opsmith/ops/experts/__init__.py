@@ -171,13 +171,8 @@ def check_ids(ids: Tensor, count: int) -> None:
 
 
 def _check_routing(x: Any, ids: Any, weights: Any, activation: Any, limit: Any) -> None:
-    wide = (None, torch.float32)
-    check_fit(
-        _OP,
-        ("x", x, "T D"),
-        ("ids", ids, "T k", torch.int64, torch.int32),
-        ("weights", weights, "T k", *wide),
-    )
+    routed = ("ids", ids, "T k", torch.int64, torch.int32), ("weights", weights, "T k", None, torch.float32)
+    check_fit(_OP, ("x", x, "T D"), *routed)
     if isinstance(activation, str):
         raise ValueError(f"{_OP}: activation must be one of {', '.join(ACTIVATIONS)}, got {activation}")
     check_number(_OP, "limit", limit)
@@ -312,13 +307,8 @@ def _samples(make: Make) -> Iterator[Sample]:
             make(t, k).softmax(-1),
         )
 
-    for t, k, e, d, i in (
-        (1, 1, 1, 1, 1),
-        (1, 2, 4, 33, 7),
-        (5, 3, 9, 40, 19),
-        (40, 2, 3, 70, 33),
-        (3, 2, 4, 530, 65),
-    ):
+    sizes = (1, 1, 1, 1, 1), (1, 2, 4, 33, 7), (5, 3, 9, 40, 19), (40, 2, 3, 70, 33), (3, 2, 4, 530, 65)
+    for t, k, e, d, i in sizes:
         yield Sample(f"{t}x{d}, {k} of {e} of {i}", sized(t, k, e, d, i))
     x, gate_up, down, ids, weights = sized(21, 2, 3, 34, 17)
     for activation in ACTIVATIONS:
@@ -345,9 +335,8 @@ def _workloads(make: Make) -> Iterator[Sample]:
     gate_up, down = make(64, 2048, 2048, scale=0.02), make(64, 2048, 1024, scale=0.03)
     for t in (1, 4, 512):
         ids = make(t, 64).topk(8).indices
-        yield Sample(
-            f"{t}x2048, 8 of 64 of 1024", (make(t, 2048), gate_up, down, ids, make(t, 8).softmax(-1))
-        )
+        args = make(t, 2048), gate_up, down, ids, make(t, 8).softmax(-1)
+        yield Sample(f"{t}x2048, 8 of 64 of 1024", args)
 
 
 _PACKED = _Packed(PACKED, experts, packed_definition)

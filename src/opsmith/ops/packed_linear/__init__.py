@@ -162,12 +162,8 @@ class _Packed(_Flat):
                 check_device(_OP, t, x, name)
         groups = CHOSEN.get(format, (of.group,))
         if group_size not in groups:
-            wanted = (
-                f"one of {groups} for {format}"
-                if any(groups)
-                else f"one of {GROUPS} for int4 and 0 otherwise"
-            )
-            raise ValueError(f"{_OP}: group_size must be {wanted}, got {group_size!r}")
+            wanted = f"{groups} for {format}" if any(groups) else f"{GROUPS} for int4 and 0 otherwise"
+            raise ValueError(f"{_OP}: group_size must be one of {wanted}, got {group_size!r}")
         if format == "bf16" and not (scale is None and zero is None):
             raise ValueError(f"{_OP}: a bf16 weight has no scale and no zero; leave them out")
         if format != "bf16" and scale is None:
@@ -311,20 +307,12 @@ def _samples(make: Make) -> Iterator[Sample]:
         ) -> Sample:
             weight = make(n, x.shape[-1], scale=x.shape[-1] ** -0.5)
             *w, outer = _made(weight, format, group, symmetric)
-            return Sample(
-                f"{format} {name}",
-                (x, *w, *bias),
-                {"format": format, "group_size": group} | ({} if outer is None else {"outer": outer}),
-            )
+            options: dict[str, Any] = {"format": format, "group_size": group}
+            options |= {} if outer is None else {"outer": outer}
+            return Sample(f"{format} {name}", (x, *w, *bias), options)
 
-        for rows, k, n in (
-            (1, 200, 37),
-            (3, 65, 33),
-            (7, 130, 48),
-            (17, 384, 100),
-            (70, 1100, 65),
-            (97, 773, 170),
-        ):
+        sizes = (1, 200, 37), (3, 65, 33), (7, 130, 48), (17, 384, 100), (70, 1100, 65), (97, 773, 170)
+        for rows, k, n in sizes:
             yield sample(f"{rows}x{k}x{n}", make(rows, k), n, make(n))
         yield sample("vector, no bias", make(72), 33)
         yield sample("strided", make(72, 6).t(), 40, make(40, 2)[:, 0])
@@ -338,14 +326,8 @@ def _samples(make: Make) -> Iterator[Sample]:
             yield sample("a scale of each row", make(3, 300), 50, make(50), group=0)
         for group in GROUPS if format == "int4" else ():
             for rows in (4, 100):
-                yield sample(
-                    f"asymmetric {group}, {rows} rows",
-                    make(rows, 300),
-                    50,
-                    make(50),
-                    group=group,
-                    symmetric=False,
-                )
+                name = f"asymmetric {group}, {rows} rows"
+                yield sample(name, make(rows, 300), 50, make(50), group=group, symmetric=False)
 
 
 def _workloads(make: Make) -> Iterator[Sample]:

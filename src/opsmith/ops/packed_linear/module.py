@@ -136,16 +136,8 @@ class PackedLinear(KeepsDtypes):
                 f"{_NAME}: inputs are for int4 and must be of {k} numbers, "
                 f"got {format} and {len(inputs.sum)}; leave them out, or make Inputs({k})"
             )
-        made = cls(
-            k,
-            n,
-            layer.bias is not None,
-            format=format,
-            group_size=group_size,
-            symmetric=symmetric,
-            dtype=weight.dtype,
-            device=weight.device,
-        )
+        how: dict[str, Any] = {"format": format, "group_size": group_size, "symmetric": symmetric}
+        made = cls(k, n, layer.bias is not None, **how, dtype=weight.dtype, device=weight.device)
         made.error = quantize(weight, format, made.group_size, made.packed, inputs)
         if made.bias is not None:
             made.bias.copy_(layer.bias.detach())

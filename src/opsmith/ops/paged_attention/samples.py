@@ -111,20 +111,12 @@ def samples(make: Make) -> Iterator[Sample]:
     def int8(args: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
         q, k, v, *rest = args
         bytes_ = [make.ids(*t.shape, high=255).sub_(127).to(torch.int8) for t in (k, v)]
-        scales = [
-            (make(*t.shape[:3]).float().abs() * 0.01 + 0.002).to(
-                make.dtype if make.dtype == torch.float64 else torch.float32
-            )
-            for t in (k, v)
-        ]
+        wide = make.dtype if make.dtype == torch.float64 else torch.float32
+        scales = [(make(*t.shape[:3]).float().abs() * 0.01 + 0.002).to(wide) for t in (k, v)]
         return (q, *bytes_, *rest), {"k_scale": scales[0], "v_scale": scales[1]}
 
-    for lengths, h, hkv, d in (
-        ((40, 5), 4, 2, 33),
-        ((9, 70, 33), 6, 2, 40),
-        ((130, 17), 8, 2, 65),
-        ((90, 7), 5, 5, 24),
-    ):
+    sizes = ((40, 5), 4, 2, 33), ((9, 70, 33), 6, 2, 40), ((130, 17), 8, 2, 65), ((90, 7), 5, 5, 24)
+    for lengths, h, hkv, d in sizes:
         yield Sample(f"{'+'.join(map(str, lengths))}, {h}/{hkv}x{d}", call(lengths, h, hkv, d))
     yield Sample("one key", call((1,), 2, 1, 8))
     yield Sample("one key head", call((300, 20), 7, 1, 64))
@@ -182,10 +174,8 @@ def samples(make: Make) -> Iterator[Sample]:
 def workloads(make: Make) -> Iterator[Sample]:
     call = partial(_call, make)
     yield Sample("1 x 4096 keys, 32/8x128", call((4096,), 32, 8, 128))
-    yield Sample(
-        "8 sequences of 64 to 2048 keys, 32/8x128",
-        call((64, 300, 512, 777, 1000, 1024, 1500, 2048), 32, 8, 128),
-    )
+    args = call((64, 300, 512, 777, 1000, 1024, 1500, 2048), 32, 8, 128)
+    yield Sample("8 sequences of 64 to 2048 keys, 32/8x128", args)
     yield Sample("1 x 2048 keys, 32/32x128", call((2048,), 32, 32, 128))
     args = call((4096,), 32, 8, 128)
     int8 = [make.ids(*args[1].shape, high=255).sub_(127).to(torch.int8) for _ in range(2)]

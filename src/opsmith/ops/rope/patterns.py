@@ -72,20 +72,14 @@ def _pattern(
     )
 
 
+# The first ones of all pairs of neighbors, then the second ones.
+_TO_HALVES = {"x": lambda x: x.view(*x.shape[:-1], -1, 2).transpose(-1, -2).flatten(-2)}
 PATTERNS = (
     _pattern("rope(x, cos, sin), halves", _halves, 6, 3, 3),
     _pattern("rope(x, cos, sin), halves, partial", _halves, 11, 3, 3),
     _pattern("rope(x, cos, sin), neighbors", _neighbors, 6, 3, 3, interleaved=True),
     _pattern("rope(x, cos, sin), neighbors, partial", _neighbors, 11, 3, 3, interleaved=True),
-    _pattern(
-        "rope(x, cos, sin), neighbors to halves",
-        _neighbors_to_halves,
-        6,
-        3,
-        3,
-        # The first ones of all pairs of neighbors, then the second ones.
-        converted={"x": lambda x: x.view(*x.shape[:-1], -1, 2).transpose(-1, -2).flatten(-2)},
-    ),
+    _pattern("rope(x, cos, sin), neighbors to halves", _neighbors_to_halves, 6, 3, 3, _TO_HALVES),
     _pattern("rope(x, cos, sin), a column each", _wide, 6, 6, 3),
     _pattern("rope(x, cos, sin), halves, back", _back(_halves), 6, 3, 3, {"sin": torch.neg}),
     _pattern("rope(x, cos, sin), a column each, back", _back(_wide), 6, 6, 3, {"sin": torch.neg}),

@@ -185,8 +185,6 @@ inline __attribute__((always_inline)) void rotate_row(const S* x, int64_t x_step
     for (int n = 0; n < N; ++n) {
       const S* from = x + n * x_step;
       T* to = y + n * y_step;
-      prefetch(from + ahead + first);
-      prefetch(from + ahead + second);
       Vec x1, x2, y1, y2;
       if constexpr (interleaved) {
         load_pairs(from + first, k, x1, x2);

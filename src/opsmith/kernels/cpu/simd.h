@@ -361,10 +361,17 @@ inline bool can_stream(const T* p) {
   return reinterpret_cast<uintptr_t>(p) % (W * sizeof(T)) == 0;
 }
 
-inline void prefetch(const void* p) { __builtin_prefetch(p, 0, 3); }
-inline void prefetch_far(const void* p) { __builtin_prefetch(p, 0, 2); }  // to the second-level cache
+// GCC takes a function of prefetches alone for one without effect, and drops calls of it: an empty `asm` is an effect.
+template <int write, int cache>
+inline void ask_for(const void* p) {
+  __builtin_prefetch(p, write, cache);
+  asm volatile("");
+}
+inline void prefetch(const void* p) { ask_for<0, 3>(p); }
+inline void prefetch_far(const void* p) { ask_for<0, 2>(p); }  // to the second-level cache
+inline void prefetch_written(const void* p) { ask_for<1, 2>(p); }
 // What is read once: to the nearest cache alone, so that the others keep what a model's code and Python's objects are made of.
-inline void prefetch_once(const void* p) { __builtin_prefetch(p, 0, 0); }
+inline void prefetch_once(const void* p) { ask_for<0, 0>(p); }
 constexpr int64_t kOnce = 4096;  // bytes from what is used to what is best asked for so
 // Whether what streams from memory is asked for far ahead, into the second-level cache first, however few rows meet it: Intel's
 // look ahead too little by themselves for the memory of a server. Who is not asked so is asked once.

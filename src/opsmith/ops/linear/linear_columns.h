@@ -37,7 +37,6 @@ inline __attribute__((always_inline)) void step(const float* factors, const T* f
     Vec row[D];
 #pragma GCC unroll 8
     for (int d = 0; d < D; ++d) {
-      prefetch_far(from + (D + d) * stride + at);
       row[d] = load(from + d * stride + at, lanes);
     }
     for (int r = 0; r < R; ++r) {

@@ -54,8 +54,8 @@ struct Epilogue {
     for (int r = 0; r < rows; ++r) {
       const int64_t at = (row + r) * y_stride + column;
       for (int64_t c = 0; c < width; c += 64 / int64_t(sizeof(T))) {
-        __builtin_prefetch(y + at + c, 1, 2);
-        if (before) __builtin_prefetch(before + at + c, 1, 2);
+        prefetch_written(y + at + c);
+        if (before) prefetch_written(before + at + c);
       }
     }
   }

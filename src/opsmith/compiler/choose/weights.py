@@ -36,7 +36,7 @@ class _Packed:
 _SHARED: weakref.WeakValueDictionary[tuple[Any, ...], _Packed] = weakref.WeakValueDictionary()
 _FEW = 64
 _NEAR = 1 << 20  # bytes: so few weights stay close to the cores
-_LARGE = 1 << 29  # bytes: weights of more, than an encoder of base size has, are not held twice
+_LARGE = 7 << 26  # bytes: weights of more, than an encoder of base size has, are not held twice
 
 
 class Seen:

@@ -79,7 +79,7 @@ void product(int m, int64_t vecs, int64_t depth, Operand a, const float* b, int6
 
 // W units of a row from element `at` on, zeros past its n elements.
 template <class Units, class T>
-inline Vec load_units(const T* row, int64_t at, int64_t n) {
+inline __attribute__((always_inline)) Vec load_units(const T* row, int64_t at, int64_t n) {
   const int64_t count = std::min<int64_t>(n - at, int64_t(W) * Units::per_unit);
   if constexpr (Units::per_unit == 2) {
 #if defined(OPSMITH_AVX512)
@@ -101,13 +101,57 @@ inline void exchange(Vec& a, Vec& b, std::integer_sequence<int, l...>) {
   a = low;
 }
 
-template <int h = W / 2>
+// W / G vectors of as many groups of G words: group j of vector i becomes group i of vector j.
+template <int G = 1, int h = W / G / 2>
 inline __attribute__((always_inline)) void transpose(Vec* v) {
 #pragma GCC unroll 16
-  for (int i = 0; i < W; ++i) {
-    if (!(i & h)) exchange<h>(v[i], v[i + h], std::make_integer_sequence<int, W>{});
+  for (int i = 0; i < W / G; ++i) {
+    if (!(i & h)) exchange<h * G>(v[i], v[i + h], std::make_integer_sequence<int, W>{});
   }
-  if constexpr (h > 1) transpose<h / 2>(v);
+  if constexpr (h > 1) transpose<G, h / 2>(v);
+}
+
+// Lanes l and l ^ h of a added where l has no bit h, those of b where it has.
+template <int h, class V>
+inline V merge(V a, V b) {
+  Vec low = (Vec)a, high = (Vec)b;
+  exchange<h>(low, high, std::make_integer_sequence<int, W>{});
+  return (V)low + (V)high;
+}
+
+// Lanes l and l ^ h of v added.
+template <int h, int... l>
+inline Vec swapped(Vec v, std::integer_sequence<int, l...>) {
+#if defined(__clang__)
+  return __builtin_shufflevector(v, v, (l ^ h)...);
+#else
+  return __builtin_shuffle(v, IVec{(l ^ h)...});
+#endif
+}
+template <int h, class V>
+inline V fold(V v) {
+  return v + (V)swapped<h>((Vec)v, std::make_integer_sequence<int, W>{});
+}
+
+// to[r] = the sum of the lanes of v[r], halves upon halves: R vectors take R log R steps and not R log W.
+template <int R, class V, class S>
+inline __attribute__((always_inline)) void store_totals(V (&v)[R], S* to) {
+  static_assert(R == 1 || R == 2 || (R == 4 && W > 4));
+  V all = v[0];
+  if constexpr (R == 2) all = merge<W / 2>(v[0], v[1]);
+  if constexpr (R == 4) all = merge<W / 4>(merge<W / 2>(v[0], v[2]), merge<W / 2>(v[1], v[3]));
+  if constexpr (W / R >= 16) all = fold<8>(all);
+  if constexpr (W / R >= 8) all = fold<4>(all);
+  if constexpr (W / R >= 4) all = fold<2>(all);
+  all = fold<1>(all);
+#if defined(OPSMITH_AVX512)
+  if constexpr (R == 4) {  // one after the other they take as long as a third of the shortest rows
+    _mm_storeu_si128((__m128i*)to, _mm512_castsi512_si128(_mm512_maskz_compress_epi32(0x1111, (__m512i)all)));
+    return;
+  }
+#endif
+#pragma GCC unroll 4
+  for (int r = 0; r < R; ++r) to[r] = all[r * (W / R)];
 }
 
 // B = rows^T: column j of B is row j of the source, its units along the depth. `to` has panels of PANEL columns,

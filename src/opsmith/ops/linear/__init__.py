@@ -38,7 +38,7 @@ _LEARNING = {torch.float32: 10, torch.bfloat16: 10, torch.float16: 20}
 # examples/train_proof.py, its steps took longer.
 _LEARNT = 13
 _MANY, _MUCH = 64, 13  # rows of x, and 2^25 products: from there on our kernel makes good for packing
-_FEW = {torch.float32: 64}  # rows of x up to which the kernel for few of them may yet be the fastest
+_FEW, _MOST = 32, 64  # rows of x up to which the kernel for few of them is the fastest, and may yet be
 _ONTO = ("x", "residual")  # what the result may be written over, though no kernel could: it is copied there
 
 _BESIDE = (
@@ -135,7 +135,7 @@ class _Linear(Call):
 
     def __init__(self) -> None:
         converted = {"activation": lambda activation: _CODES[activation]}
-        super().__init__(FEW_ROWS, linear, definition, converted=converted, most_rows=ROWS)
+        super().__init__(FEW_ROWS, linear, definition, converted=converted, most_rows=_FEW)
         self.node = direct.Ready(FEW_ROWS, super().traced)
 
     def traced(self, *given: Any) -> Any:
@@ -178,7 +178,7 @@ class _Linear(Call):
                 return None
             more = ["gelu_backward"] if _NAMES[code] in _GELUS else []
             return "training" if native(x, "linear_unpacked", "linear_gradient", *more) is True else None
-        if x.numel() <= ROWS * x.shape[-1] and self.takes("rows", values) is True:
+        if x.numel() <= _FEW * x.shape[-1] and self.takes("rows", values) is True:
             return "rows"
         if not exact and self.takes("onednn", values) is True:  # float32's sums err too far
             return "onednn"
@@ -198,7 +198,7 @@ class _Linear(Call):
         """True where it computes this call, else the reason why not."""
         x, weight, *_, code = values
         if backend == "rows":
-            return supports_rows(x, weight, _FEW.get(x.dtype, ROWS))
+            return supports_rows(x, weight, _MOST)
         if backend == "onednn":
             return supports_onednn(x, weight)
         if backend in ("native", "packed"):
@@ -229,7 +229,7 @@ class _Linear(Call):
     def product(self, backend: str, values: Sequence[Any], out: Any = None) -> Tensor:
         """The result by one of these.
 
-        rows: our kernel for a few rows, which reads the weight once, as it is, at the rate of memory.
+        rows: our kernel for few rows, which reads the weight once, as it is, at the rate of memory.
         packed: ours that sums K in blocks, more accurate than the libraries', of a weight that was packed once.
         native: the same of a weight as it is, of which blocks are packed in a cache.
         onednn: the library's, with the activation in its registers.

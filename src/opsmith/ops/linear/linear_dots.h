@@ -1,8 +1,8 @@
 // Rows of a weight as it is by a few rows of x: bound by the weight's way from memory, which is read once and in order.
 //
 // A sum is a vector of partial sums over K, added up at its end. One or two rows of x, where the nearest cache has room for them,
-// meet one row of the weight after the other, as memory gives most; for more, a step takes a vector of K of a few rows, so that what
-// it loads of x serves all of them. It asks for these rows' next bytes, at their end for those of the rows that follow.
+// meet one row of the weight after the other, as memory gives most without being asked; for more, a step takes a vector of K of a few
+// rows, so that what it loads of x serves all of them, and asks for what follows these rows, in its order.
 #pragma once
 
 #include "gemm_tile.h"
@@ -16,66 +16,79 @@ constexpr int kTogether = W == 16 ? 4 : 2;  // rows of the weight
 constexpr int kSums = W == 16 ? 16 : 8;  // in registers
 constexpr int64_t kNearest = 16384;  // bytes of x that stay in the nearest cache
 constexpr int kMost = 4;  // rows of x; of more, the others find the panel in a cache, if it is small
-constexpr int64_t kAhead = 2048;  // bytes of a row from what is used to what is fetched
+constexpr int64_t kAhead = 2048;  // bytes behind a step's rows from which it asks for others
 constexpr int64_t kBlock = 32 * W;  // of K that one accumulator sums, as rounding errors grow with that
 
-// Sums of N rows of the weight by M of x; `next` are the rows of the weight that follow.
-template <int N, int M, bool once = false, class T>
-inline __attribute__((always_inline)) void dots(const T* weight, int64_t stride, const T* next, const T* x,
-                                                int64_t x_stride, int64_t k, float* sums) {
+// Whether memory is asked for a panel, and whether other rows of x will read it again.
+enum class Asked { no, once, again };
+
+// Sums of N rows of the weight by M of x.
+template <int N, int M, Asked asked, class T>
+inline __attribute__((always_inline)) void dots(const T* weight, int64_t stride, const T* x, int64_t x_stride,
+                                                int64_t k, float* sums) {
   using Units = UnitsOf<T>;
-  constexpr int64_t step = W * Units::per_unit;
+  constexpr int64_t step = W * Units::per_unit, line = 64 / int64_t(sizeof(T));
   constexpr int U = std::clamp(kSums / (N * M), 1, 4);  // vectors of K, whose sums alternate
-  const int64_t ahead = std::min(k, kAhead / int64_t(sizeof(T)));
-  Vec total[N][M] = {};
+  const T* soon = weight + N * stride + kAhead / int64_t(sizeof(T));
+  Vec total[M][N] = {};
   for (int64_t begin = 0; begin < k; begin += kBlock) {
-    Vec sum[U][N][M] = {};
+    Vec sum[U][M][N] = {};
     const int64_t end = std::min(begin + kBlock, k);
-    const auto add = [&](int64_t i, int64_t count, Vec(&to)[N][M]) __attribute__((always_inline)) {
+    const auto add = [&](int64_t i, int64_t count, Vec(&to)[M][N]) __attribute__((always_inline)) {
       Vec row[M];
 #pragma GCC unroll 4
       for (int m = 0; m < M; ++m) row[m] = load_units<Units>(x + m * x_stride + i, 0, count);
-      const T* const soon = i + ahead < k ? weight + i + ahead : next + i + ahead - k;
 #pragma GCC unroll 4
       for (int n = 0; n < N; ++n) {
-        once ? prefetch_once(soon + n * stride) : prefetch_far(soon + n * stride);
+        if (n * step % line == 0) {
+          if constexpr (asked == Asked::once) prefetch_once(soon + n * step);
+          if constexpr (asked == Asked::again) prefetch_far(soon + n * step);
+        }
         const Vec w = load_units<Units>(weight + n * stride + i, 0, count);
-        for (int m = 0; m < M; ++m) to[n][m] = Units::mac(row[m], w, to[n][m]);
+#pragma GCC unroll 4
+        for (int m = 0; m < M; ++m) to[m][n] = Units::mac(row[m], w, to[m][n]);
       }
+      soon += N * step;
     };
     int64_t i = begin;
     for (; i + U * step <= end; i += U * step) {
+#pragma GCC unroll 4
       for (int u = 0; u < U; ++u) add(i + u * step, step, sum[u]);
     }
     for (; i < end; i += step) add(i, std::min(step, end - i), sum[0]);
-    for (int n = 0; n < N; ++n) {
-      for (int m = 0; m < M; ++m) {
-        for (int u = 0; u < U; ++u) total[n][m] += sum[u][n][m];
+#pragma GCC unroll 4
+    for (int m = 0; m < M; ++m) {
+#pragma GCC unroll 4
+      for (int n = 0; n < N; ++n) {
+#pragma GCC unroll 4
+        for (int u = 0; u < U; ++u) total[m][n] += sum[u][m][n];
       }
     }
   }
 #pragma GCC unroll 4
-  for (int n = 0; n < N; ++n) {
-#pragma GCC unroll 4
-    for (int m = 0; m < M; ++m) sums[m * kLinearPanel + n] = reduce_add(total[n][m]);
-  }
+  for (int m = 0; m < M; ++m) store_totals(total[m], sums + m * kLinearPanel);
 }
 
 template <int M = kMost, class T>
 void panel(int64_t rows, const T* weight, int64_t stride, int64_t columns, const T* x, int64_t x_stride,
-           int64_t k, bool once, float* sums) {
+           int64_t k, Asked asked, float* sums) {
   if constexpr (M > 1) {
-    if (rows < M) return panel<M - 1>(rows, weight, stride, columns, x, x_stride, k, once, sums);
+    if (rows < M) return panel<M - 1>(rows, weight, stride, columns, x, x_stride, k, asked, sums);
   }
   int64_t n = 0;
-  if (once && M <= 2 && M * k * int64_t(sizeof(T)) <= kNearest) {
-    for (; n < columns; ++n, weight += stride)
-      dots<1, M, M <= 2>(weight, stride, weight + stride, x, x_stride, k, sums + n);
+  const auto by = [&](auto together, auto how) {
+    constexpr int N = together();
+    for (; n + N <= columns; n += N, weight += N * stride)
+      dots<N, M, how()>(weight, stride, x, x_stride, k, sums + n);
+  };
+  constexpr std::integral_constant<int, kTogether> some;
+  constexpr std::integral_constant<Asked, Asked::no> no;
+  if (asked == Asked::no || (M <= 2 && M * k * int64_t(sizeof(T)) > kNearest)) by(some, no);
+  if constexpr (M > 2) {
+    if (asked == Asked::once) by(some, std::integral_constant<Asked, Asked::once>{});
+    if (asked == Asked::again) by(some, std::integral_constant<Asked, Asked::again>{});
   }
-  for (; n + kTogether <= columns; n += kTogether, weight += kTogether * stride)
-    dots<kTogether, M>(weight, stride, weight + kTogether * stride, x, x_stride, k, sums + n);
-  for (; n < columns; ++n, weight += stride)
-    dots<1, M>(weight, stride, weight + stride, x, x_stride, k, sums + n);
+  by(std::integral_constant<int, 1>{}, no);
 }
 
 // Some rows by a weight [n, k] of their own, `stride` apart.
@@ -99,7 +112,10 @@ void products(const Rows<T>* all, int64_t some, int64_t x_stride, int64_t stride
       for (int64_t row = 0; row < one.count; row += kMost) {
         const int64_t rows = std::min<int64_t>(kMost, one.count - row);
         panel(rows, one.weight + column * stride, stride, width, one.x + row * x_stride, x_stride, k,
-              one.count <= kMost, sums);
+              row > 0              ? Asked::no
+              : one.count <= kMost ? Asked::once
+                                   : Asked::again,
+              sums);
         behind(one, row, int(rows), column, width, sums);
       }
     }

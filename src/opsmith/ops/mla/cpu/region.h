@@ -150,7 +150,10 @@ class Region {
   const IVec* lanes_of(const Activations<X>& x, Memory& m) const {
     if constexpr (Product::exists) {
       if (vectors_ > 0) {
-        if (m.in_lanes != &x) to_lanes<Product>(x.row(0), x.stride, tokens_, vectors_, m.lanes);
+        if (m.in_lanes != &x) {
+          to_lanes<Product>(tokens_, vectors_, x.stride, W * 4 / int64_t(sizeof(X)), m.lanes,
+                            [&](int64_t t, int64_t at) { return (Vec)load_words(x.row(t) + at); });
+        }
         m.in_lanes = &x;
         return m.lanes;
       }

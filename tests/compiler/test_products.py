@@ -174,6 +174,24 @@ def test_a_part_of_a_larger_memory_stays_there() -> None:
     assert memories(model.gate) == {flat.untyped_storage().data_ptr()}
 
 
+def test_a_large_weight_gets_large_pages_of_its_own() -> None:
+    """Unless it is a part of a larger memory; restored, it has memory of its own again, with the same numbers."""
+    large, part, small = (nn.Linear(1024, n, bias=False) for n in (1024, 1024, 8))
+    flat = torch.cat([part.weight.detach().flatten(), torch.zeros(7)])
+    part.weight.data = flat[:-7].view(1024, 1024)
+    model, x = nn.Sequential(large, nn.Tanh(), part, nn.Tanh(), small), torch.randn(3, 1024)
+    before, numbers = [memories(layer) for layer in (large, part, small)], large.weight.clone()
+    expected = call(model, x)
+    optimized(model, x)
+    now = [memories(layer) for layer in (large, part, small)]
+    assert now[0] != before[0] and now[1:] == before[1:]
+    assert near(call(model, x), expected) and model.state_dict()["0.weight"].equal(numbers)
+    call(model, x)
+    assert memories(large) == now[0], "it is moved once"
+    opsmith.restore(model)
+    assert memories(large) not in (before[0], now[0]) and call(model, x).equal(expected)
+
+
 def test_one_layer_twice_is_no_pair() -> None:
     model, x = gated(), torch.randn(3, 4, 128)
     model.up = model.gate

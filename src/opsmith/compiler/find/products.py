@@ -21,6 +21,7 @@ from opsmith.compiler.find.operands import Made, nodes_in
 from opsmith.compiler.find.site import Site
 from opsmith.ops.linear import CARD
 
+_LARGE = 1 << 21  # bytes of a weight that gets pages of its own
 Lay = Callable[[Sequence[torch.nn.Parameter]], bool]  # lays weights side by side in one memory, where it may
 
 
@@ -35,6 +36,10 @@ def together(
         site = _site(group)
         if private(site, graph, effects) and lay([values[s.arguments["weight"]] for s in group]):
             merged |= dict.fromkeys(map(id, group), site)
+    for site in sites:
+        weight = values.get(site.arguments.get("weight")) if site.card is CARD else None
+        if isinstance(weight, torch.nn.Parameter) and weight.nbytes >= _LARGE and not weight.is_inference():
+            lay([weight])
     return list({id(s): s for s in (merged.get(id(s), s) for s in sites)}.values())
 
 

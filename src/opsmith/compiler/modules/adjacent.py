@@ -1,7 +1,7 @@
 """Weights of a model laid side by side, so that one product reads those of all layers of one input as they are.
 
-Large ones, those of a layer by itself too, lie in pages of 2 MB then: a decoder's token spends up to a quarter of its time
-on looking up where smaller pages are.
+Large ones, those of a layer by itself too, lie in pages of 2 MB then: a decoder's token spends up to a quarter of its
+time on looking up where smaller pages are.
 
 The parameters stay the objects that they were and become views of the shared memory: nothing is held twice, and an
 optimizer's steps, `load_state_dict` and `state_dict` find in each what they always did. One that gets other memory

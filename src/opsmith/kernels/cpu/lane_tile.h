@@ -22,8 +22,7 @@ template <class X, class S>
 struct WordProduct {
   static constexpr bool exists = std::is_same_v<X, S> && sizeof(X) * UnitsOf<X>::per_unit == 4 &&
                                  kRoundings == 1;
-  static constexpr int64_t
-      chain = 256;  // bytes of K that a lane sums at once, as rounding errors grow with that
+  static constexpr int64_t chain = 256;  // bytes of K that a lane sums at once: rounding errors grow with that
   using Sum = Vec;
   static IVec lanes(IVec x) { return x; }
   static Vec mac(IVec x, IVec w, Vec sum) { return UnitsOf<X>::mac((Vec)x, (Vec)w, sum); }
@@ -65,6 +64,7 @@ __attribute__((noinline)) void lane_tile(const IVec* x, int64_t rows, const S* w
   constexpr int U = W == 8 || R * V > 8
                         ? 1
                         : 2;  // steps whose sums alternate, where few would wait for each other
+  static_assert(R <= W);
   using Sum = typename Product::Sum;
   Sum sum[U][R][V] = {}, total[R][V] = {};
   typename Product::template Excess<R> excess;

@@ -1,4 +1,6 @@
 // The linear layer for a few rows of x and a weight as it is: bound by the weight's way from memory, which is read once and in order.
+#include <utility>
+
 #include "lane_tile.h"
 #include "linear/kept.h"
 #include "linear/linear_dots.h"
@@ -30,7 +32,8 @@ void in_lanes(const View& x, const T* weight, int64_t stride, int64_t n, int64_t
   using Units = UnitsOf<T>;
   using Product = WordProduct<T, T>;
   constexpr int64_t step = W * Units::per_unit;
-  constexpr int R = 8 * V <= kLaneSums ? 8 : 4 * V <= kLaneSums ? 4 : 2;  // rows of the weight in a tile
+  constexpr int most = 8 * V <= kLaneSums ? 8 : 4 * V <= kLaneSums ? 4 : 2;
+  constexpr int R = std::min(W, most);  // rows of the weight in a tile
   const int64_t rows = x.sizes[0], k = x.sizes[1];
   const Kept<0> lanes(ceil_div(k, step) * W * V * int64_t(sizeof(IVec)));
   to_lanes<Product, G>(rows, V, k, step, lanes.as<IVec>(), [&](int64_t row, int64_t at) {

@@ -50,9 +50,9 @@ namespace mla {
 constexpr int kLaneSums = 24;  // of a tile: registers are left for a word of all tokens and one of the weight
 constexpr int kLaneRows = 12;  // at most: rows that are half a page apart share few lines of the nearest cache
 
-// Vectors that hold a word of all tokens; 0 where too many of their lanes would be empty.
+// Vectors that hold a word of all tokens; 0 where too many of their lanes would be empty, or registers are few.
 inline int64_t lane_vectors(int64_t tokens) {
-  const int64_t vectors = ceil_div(tokens, W);
+  const int64_t vectors = W == 16 ? ceil_div(tokens, W) : 0;
   if (vectors == 1) return tokens >= 13 ? 1 : 0;
   return vectors <= 4 && 12 * tokens >= 11 * W * vectors ? vectors : 0;
 }
@@ -62,7 +62,7 @@ inline int64_t lane_vectors(int64_t tokens) {
 template <class Product, class S, class O>
 int64_t lane_rows(const IVec* x, int64_t tokens, const S* w, int64_t w_stride, int64_t rows, int64_t depth,
                   const Ahead& ahead, O* out, int64_t out_stride) {
-  if constexpr (Product::exists) {
+  if constexpr (Product::exists && W == 16) {
     auto tiles = [&](auto v) {
       constexpr int V = v(), R = std::min(kLaneRows, kLaneSums / V);
       const int64_t row_bytes = w_stride * int64_t(sizeof(S));

@@ -36,10 +36,14 @@ def together(
         site = _site(group)
         if private(site, graph, effects) and lay([values[s.arguments["weight"]] for s in group]):
             merged |= dict.fromkeys(map(id, group), site)
-    for site in sites:
-        weight = values.get(site.arguments.get("weight")) if site.card is CARD else None
-        if isinstance(weight, torch.nn.Parameter) and weight.nbytes >= _LARGE and not weight.is_inference():
-            lay([weight])
+    # Large weights that are read as they lie get large pages: one at a time is there twice meanwhile.
+    parameters = {
+        n: v for n, v in values.items() if isinstance(v, torch.nn.Parameter) and not v.is_inference()
+    }
+    most = sum(v.nbytes for v in parameters.values()) // 4
+    for weight in (s.arguments.get("weight") for s in sites if s.card is CARD):
+        if isinstance(weight, Node) and _LARGE <= getattr(parameters.get(weight), "nbytes", 0) <= most:
+            lay([parameters[weight]])
     return list({id(s): s for s in (merged.get(id(s), s) for s in sites)}.values())
 
 

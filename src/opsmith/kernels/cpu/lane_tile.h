@@ -22,7 +22,7 @@ template <class X, class S>
 struct WordProduct {
   static constexpr bool exists = std::is_same_v<X, S> && sizeof(X) * UnitsOf<X>::per_unit == 4 &&
                                  kRoundings == 1;
-  static constexpr int64_t chain = 256;  // bytes of K that a lane sums at once: rounding errors grow with that
+  static constexpr int64_t chain = 8 * UnitsOf<X>::chain;  // bytes of K in a lane's sum, before it is added
   using Sum = Vec;
   static IVec lanes(IVec x) { return x; }
   static Vec mac(IVec x, IVec w, Vec sum) { return UnitsOf<X>::mac((Vec)x, (Vec)w, sum); }
@@ -61,9 +61,8 @@ template <class Product, int V, int R, int G = 1, class S, class Fetch, class O>
 __attribute__((noinline)) void lane_tile(const IVec* x, int64_t rows, const S* w, int64_t w_stride,
                                          int64_t depth, Fetch fetch, O* out, int64_t out_stride) {
   constexpr int64_t n = 4 * G / sizeof(S), line = 64 / sizeof(S), chain = G * Product::chain / sizeof(S);
-  constexpr int U = W == 8 || R * V > 8
-                        ? 1
-                        : 2;  // steps whose sums alternate, where few would wait for each other
+  // Steps whose sums alternate, where few would wait for each other.
+  constexpr int U = W == 8 || R * V > 8 ? 1 : 2;
   static_assert(R <= W);
   using Sum = typename Product::Sum;
   Sum sum[U][R][V] = {}, total[R][V] = {};
@@ -89,7 +88,7 @@ __attribute__((noinline)) void lane_tile(const IVec* x, int64_t rows, const S* w
       }
       excess.add(w + k - line, w_stride);  // in the nearest cache by now
     }
-    if (k < end) excess.add_some(w + k, w_stride, end - k);
+    excess.add_some(w + k, w_stride, end - k);
     for (; k < end; k += n) {
       add(sum[0], [&](int r) {
         S some[n] = {};

@@ -111,11 +111,9 @@ void products(const Rows<T>* all, int64_t some, int64_t x_stride, int64_t stride
       const int64_t column = task % panels * kLinearPanel, width = std::min(kLinearPanel, n - column);
       for (int64_t row = 0; row < one.count; row += kMost) {
         const int64_t rows = std::min<int64_t>(kMost, one.count - row);
+        const Asked first = one.count <= kMost ? Asked::once : Asked::again;
         panel(rows, one.weight + column * stride, stride, width, one.x + row * x_stride, x_stride, k,
-              row > 0              ? Asked::no
-              : one.count <= kMost ? Asked::once
-                                   : Asked::again,
-              sums);
+              row > 0 ? Asked::no : first, sums);
         behind(one, row, int(rows), column, width, sums);
       }
     }

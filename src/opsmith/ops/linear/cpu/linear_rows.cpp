@@ -80,12 +80,14 @@ void linear_rows(View x, View weight, View bias, View residual, Activation activ
       using std::integral_constant;
       constexpr integral_constant<int, 1> one;
       constexpr int G = W == 16 ? 2 : 1;
-      if (rows > few::kMost && rows * G <= W) return lanes(one, integral_constant<int, G>{});
-      switch (rows > few::kMost ? ceil_div(rows, W) : 0) {
-        case 1: return lanes(one, one);
-        case 2: return lanes(integral_constant<int, 2>{}, one);
-        case 3: return lanes(integral_constant<int, 3>{}, one);
-        case 4: return lanes(integral_constant<int, 4>{}, one);
+      if (rows > few::kMost) {
+        if (rows * G <= W) return lanes(one, integral_constant<int, G>{});
+        switch (ceil_div(rows, W)) {
+          case 1: return lanes(one, one);
+          case 2: return lanes(integral_constant<int, 2>{}, one);
+          case 3: return lanes(integral_constant<int, 3>{}, one);
+          case 4: return lanes(integral_constant<int, 4>{}, one);
+        }
       }
     }
     const few::Rows<T> all{x.as<T>(), weight.as<T>(), rows, nullptr};

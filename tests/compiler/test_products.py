@@ -179,9 +179,8 @@ def test_a_large_weight_gets_large_pages_of_its_own() -> None:
     large, part, small = (nn.Linear(1024, n, bias=False) for n in (1024, 1024, 8))
     flat = torch.cat([part.weight.detach().flatten(), torch.zeros(7)])
     part.weight.data = flat[:-7].view(1024, 1024)
-    more = (
-        m for _ in range(3) for m in (nn.Linear(1024, 1024), nn.Tanh())
-    )  # a quarter of all may be there twice
+    # A quarter of all may be there twice while it is moved.
+    more = (m for _ in range(3) for m in (nn.Linear(1024, 1024), nn.Tanh()))
     model, x = nn.Sequential(large, nn.Tanh(), part, nn.Tanh(), *more, small), torch.randn(3, 1024)
     before, numbers = [memories(layer) for layer in (large, part, small)], large.weight.clone()
     expected = call(model, x)

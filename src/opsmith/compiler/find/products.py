@@ -7,7 +7,7 @@ gives are columns of its result. Whether that is faster than a call for each is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from opsmith.compiler.find.operands import Made, nodes_in
 from opsmith.compiler.find.site import Site
 from opsmith.ops.linear import CARD
 
-_LARGE = 1 << 21  # bytes of a weight that gets pages of its own
+_PAGE = 1 << 21  # bytes of a large one
 Lay = Callable[[Sequence[torch.nn.Parameter]], bool]  # lays weights side by side in one memory, where it may
 
 
@@ -29,21 +29,19 @@ def together(
     sites: Sequence[Site], graph: fx.Graph, inputs: Sequence[Any], lay: Lay, effects: Effects
 ) -> list[Site]:
     """The sites of a graph, those of linear layers with one input as one that is made of them, where that may be."""
-    values = dict(zip(graph.find_nodes(op="placeholder"), inputs, strict=True))
+    values = zip(graph.find_nodes(op="placeholder"), inputs, strict=True)
+    own = {n: v for n, v in values if isinstance(v, torch.nn.Parameter) and not v.is_inference()}
     merged: dict[int, Site] = {}  # by a part: what it became part of
-    of = {s.root: s for s in sites if _plain(s, values)}
+    of = {s.root: s for s in sites if _plain(s, own)}
     for group in runs(graph, of.get, _alike):
         site = _site(group)
-        if private(site, graph, effects) and lay([values[s.arguments["weight"]] for s in group]):
+        if private(site, graph, effects) and lay([own[s.arguments["weight"]] for s in group]):
             merged |= dict.fromkeys(map(id, group), site)
     # Large weights that are read as they lie get large pages: one at a time is there twice meanwhile.
-    parameters = {
-        n: v for n, v in values.items() if isinstance(v, torch.nn.Parameter) and not v.is_inference()
-    }
-    most = sum(v.nbytes for v in parameters.values()) // 4
+    most = sum(p.nbytes for p in own.values()) // 4
     for weight in (s.arguments.get("weight") for s in sites if s.card is CARD):
-        if isinstance(weight, Node) and _LARGE <= getattr(parameters.get(weight), "nbytes", 0) <= most:
-            lay([parameters[weight]])
+        if isinstance(weight, Node) and weight in own and _PAGE <= own[weight].nbytes <= most:
+            lay([own[weight]])
     return list({id(s): s for s in (merged.get(id(s), s) for s in sites)}.values())
 
 
@@ -55,12 +53,11 @@ def weights(site: Site) -> list[Node]:
     return list(nodes_in(weight))
 
 
-def _plain(site: Site, values: dict[Node, Any]) -> bool:
+def _plain(site: Site, own: Collection[Node]) -> bool:
     """Whether a site is a layer with parameters of its own and nothing behind its product."""
     call = dict(site.arguments)
     x, weight, bias = call.pop("x", None), call.pop("weight", None), call.pop("bias", None)
-    own = [values.get(n) if isinstance(n, Node) else None for n in (weight, bias) if n is not None]
-    parameters = all(isinstance(p, torch.nn.Parameter) and not p.is_inference() for p in own)
+    parameters = all(isinstance(n, Node) and n in own for n in (weight, bias) if n is not None)
     return site.card is CARD and not call and not site.after and isinstance(x, Node) and parameters
 
 

@@ -27,7 +27,7 @@ class Adjacent:
     def __init__(self) -> None:
         self._model: weakref.ref[nn.Module] | None = None
         self.read = Read()  # where they lay before
-        self._laid: list[tuple[weakref.ref[nn.Parameter], int]] = []  # with the memory where each was laid
+        self._laid: dict[int, tuple[weakref.ref[nn.Parameter], int]] = {}  # by id, with the memory of each
 
     def of(self, model: nn.Module) -> None:
         """From now on the weights of this model may be laid side by side; before that, nobody's are."""
@@ -35,11 +35,10 @@ class Adjacent:
 
     def lay(self, weights: Sequence[nn.Parameter]) -> bool:
         """Whether weights lie side by side now, in large pages: not where one's memory is somebody else's too."""
-        before = {id(w) for w in self._still_laid()}
-        if adjacent(0, weights) is not None and (len(weights) > 1 or id(weights[0]) in before):
+        if adjacent(0, weights) is not None and (len(weights) > 1 or self._is_laid(weights[0])):
             return True
         model = None if self._model is None else self._model()
-        if model is None or not all(id(w) in before or _alone_in_memory(w) for w in weights):
+        if model is None or not all(self._is_laid(w) or _alone_in_memory(w) for w in weights):
             return False
         own, places = {id(w) for w in weights}, set(map(memory, weights))
         if any(id(t) not in own and memory(t) in places for t in tensors(model).values()):
@@ -48,19 +47,20 @@ class Adjacent:
         lay(0, weights)
         for weight in alone:
             self.read.add(weight)
-        self._laid += [(weakref.ref(w), memory(w)) for w in weights]
+        self._laid |= {id(w): (weakref.ref(w), memory(w)) for w in weights}
         return True
 
     def take_out(self) -> None:
         """Give each weight memory of its own again."""
-        for weight in self._still_laid():
-            weight.data = weight.data.clone()
+        for weight in [ref() for ref, _ in self._laid.values()]:
+            if weight is not None and self._is_laid(weight):
+                weight.data = weight.data.clone()
         self._laid.clear()
 
-    def _still_laid(self) -> list[nn.Parameter]:
-        """The weights that are where they were laid."""
-        laid = [(ref(), place) for ref, place in self._laid]
-        return [weight for weight, place in laid if weight is not None and memory(weight) == place]
+    def _is_laid(self, weight: nn.Parameter) -> bool:
+        """Whether a weight is where it was laid."""
+        ref, place = self._laid.get(id(weight), (None, None))
+        return ref is not None and ref() is weight and memory(weight) == place
 
 
 def _alone_in_memory(weight: Tensor) -> bool:

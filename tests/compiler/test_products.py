@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import opsmith
+from opsmith.compiler.find import products
 from opsmith.compiler.modules.adjacent import Adjacent
 from tests.compiler.test_joined import Gated, attention, call, layer_by_layer
 
@@ -195,6 +196,23 @@ def test_a_large_weight_gets_large_pages_of_its_own() -> None:
     opsmith.restore(model)
     assert memories(large) not in (before[0], now[0])
     assert call(model, x).equal(expected)
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+def test_a_weight_of_most_of_a_model_gets_large_pages(mapped: bool, tmp_path: Path) -> None:
+    """One in memory of its own keeps its place, and has them there; of a file's it moves, and is not there twice."""
+    model, x = nn.Sequential(nn.Linear(1024, 8192, bias=False)), torch.randn(3, 1024)
+    if mapped:
+        torch.save(model.state_dict(), tmp_path / "weights.pt")
+        model.load_state_dict(torch.load(tmp_path / "weights.pt", mmap=True), assign=True)
+    [place], expected = memories(model[0]), call(model, x)
+    calls: list[tuple[int, int, str]] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(products, "advise", lambda *asked: calls.append(asked))
+        optimized(model, x)
+    assert calls == ([] if mapped else [(place, model[0].weight.nbytes, "MADV_COLLAPSE")])
+    assert (memories(model[0]) == {place}) is not mapped
+    assert near(call(model, x), expected)
 
 
 def test_one_layer_twice_is_no_pair() -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from opsmith.measure.pages import Read, forget
+from opsmith.measure.pages import Read, advise, forget, is_mapped
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="this is not Linux")
 
@@ -53,3 +53,20 @@ def test_what_is_forgotten_keeps_its_place() -> None:
     assert t.data_ptr() == at
     assert float(t[MB // 2]) == 0
     assert t.fill_(2).eq(2).all()
+
+
+def test_large_pages_change_no_number() -> None:
+    t = torch.arange(4 * MB)
+    place = t.data_ptr()
+    advise(place, t.nbytes, "MADV_COLLAPSE")
+    assert t.data_ptr() == place
+    assert t.equal(torch.arange(4 * MB))
+
+
+def test_what_is_a_file_s_is_told_from_what_was_written(tmp_path: Path) -> None:
+    t = mapped(tmp_path)
+    assert is_mapped(t)
+    assert is_mapped(t[MB // 2 :])
+    assert not is_mapped(torch.ones(MB))
+    t[MB // 2] = -1
+    assert not is_mapped(t)

@@ -60,6 +60,11 @@ class Read:
                     advise(place, size, "MADV_DONTNEED")
 
 
+def is_mapped(t: Tensor) -> bool:
+    """Whether a tensor on a CPU is a part of a file, no page of which was written to in this process."""
+    return any(start <= t.data_ptr() and t.data_ptr() + t.nbytes <= end for start, end in _unwritten())
+
+
 def _unwritten() -> Iterator[tuple[int, int]]:
     """Where files are mapped, each page of which is still the file's own."""
     with contextlib.suppress(OSError):  # on other systems than Linux
@@ -79,7 +84,9 @@ def _unwritten() -> Iterator[tuple[int, int]]:
 
 
 def advise(start: int, size: int, advice: str) -> None:
-    """Tell Linux what is wanted of the whole pages of a piece of memory, by the name of an advice in `mmap`."""
-    first, end = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, (start + size) // mmap.PAGESIZE * mmap.PAGESIZE
-    if sys.platform.startswith("linux") and end - first >= _LEAST:
-        ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(end - first), getattr(mmap, advice))
+    """Tell Linux what is wanted of the whole pages of a piece of memory, by the name of an advice."""
+    at = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
+    size = (start + size) // mmap.PAGESIZE * mmap.PAGESIZE - at
+    if sys.platform.startswith("linux") and size >= _LEAST:
+        number = getattr(mmap, advice, 25)  # which is that of MADV_COLLAPSE, of Linux 6.1
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(at), ctypes.c_size_t(size), number)

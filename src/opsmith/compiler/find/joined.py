@@ -30,6 +30,7 @@ from opsmith.ops.packed_linear.weight import in_parts
 
 # Rows of a weight that its packed form keeps together: a layer whose weight ends within such a panel comes last.
 _PANEL = {format: 64 if format == "bf16" else 32 for format in FORMATS}
+_PIECE = 1 << 25  # bytes that are copied at a time
 _AXIS = {"weight": 0, "scale": -1, "zero": -1, "bias": 0, "outer": -1}
 T = TypeVar("T")
 Owner = Callable[[Any], Any]  # the layer whose packed weight a graph's input is, or None
@@ -63,10 +64,9 @@ def joined(axis: int, *parts: Tensor | int) -> Tensor:
     A number stands for so many zeros. Gradients are recorded of a copy only.
     """
     tensors = [p for p in parts if isinstance(p, Tensor)]
-    if len(tensors) == len(parts) and not needs_grad(*tensors):
-        view = adjacent(axis, tensors)
-        if view is not None:
-            return view
+    plain = len(tensors) == len(parts) and not needs_grad(*tensors)
+    if plain and (view := adjacent(axis, tensors)) is not None:
+        return view
     return torch.cat([tensors[0].new_zeros(p) if isinstance(p, int) else p for p in parts], axis)
 
 
@@ -86,12 +86,16 @@ def adjacent(axis: int, tensors: Sequence[Any]) -> Tensor | None:
     return first.as_strided(size, first.stride(), first.storage_offset())  # type: ignore[no-any-return]
 
 
-def lay(axis: int, tensors: Sequence[Tensor]) -> None:
-    """Lay tensors side by side in one memory, of which they become views."""
+def lay(axis: int, tensors: Sequence[Tensor], read: Callable[[Tensor], None] = lambda _: None) -> None:
+    """Lay tensors side by side in one memory, of which they become views; tells by pieces what it has read."""
     size = list(tensors[0].shape)
     size[axis] = sum(t.shape[axis] for t in tensors)
-    whole = torch.cat([t.data for t in tensors], axis, out=in_huge_pages(tensors[0].data.new_empty(size)))
+    whole = tensors[0].data.new_empty(size)
     for t, part in zip(tensors, whole.split([t.shape[axis] for t in tensors], axis), strict=True):
+        rows = max(1, _PIECE // max(1, t[:1].nbytes))
+        for to, piece in zip(part.split(rows), t.data.split(rows), strict=True):
+            in_huge_pages(to).copy_(piece)
+            read(piece)
         t.data = part
 
 
@@ -99,9 +103,9 @@ def side_by_side(layers: Sequence[Any]) -> None:
     """Lay the packed weights of layers side by side in one memory, of which their own become views."""
     for name, axis in _AXIS.items():
         own = [getattr(layer, name) for layer in layers]
-        if any(t is None for t in own):
-            continue  # scales that a format has not, or biases that some have not: those are small
-        lay(own[0].dim() - 2 if name == "weight" else axis, own)
+        # Scales that a format has not, or biases that some have not, are small.
+        if all(t is not None for t in own):
+            lay(own[0].dim() - 2 if name == "weight" else axis, own)
 
 
 def join(
@@ -180,16 +184,14 @@ def private(site: Site, graph: fx.Graph, effects: Effects) -> bool:
 
 
 def _site(group: list[Part]) -> Site:
-    call: dict[str, Any] = {"x": min(p.x for p in group)}
+    call: dict[str, Any] = {"x": min(p.x for p in group), **dict.fromkeys(_AXIS)}
     for name, axis in _AXIS.items():
         parts = [p.tensors[name] for p in group]
-        if all(t is None for t in parts):
-            call[name] = None
-            continue
-        own = [p.columns if t is None else t for p, t in zip(group, parts, strict=True)]
-        first = next(t for t in parts if t is not None)
-        axis = len(shape_of(first)) - 2 if name == "weight" else axis
-        call[name] = Made(joined, (axis, *own), ())
+        first = next((t for t in parts if t is not None), None)
+        if first is not None:
+            own = [p.columns if t is None else t for p, t in zip(group, parts, strict=True)]
+            axis = len(shape_of(first)) - 2 if name == "weight" else axis
+            call[name] = Made(joined, (axis, *own), ())
     layer, columns = group[0].layer, tuple(p.columns for p in group)
     call |= {"format": layer.format, "group_size": layer.group_size, "columns": columns}
     nodes = tuple(p.node for p in group)

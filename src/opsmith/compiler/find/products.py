@@ -19,6 +19,7 @@ from opsmith.compiler.capture.mutation import Effects
 from opsmith.compiler.find.joined import joined, private, runs, source
 from opsmith.compiler.find.operands import Made, nodes_in
 from opsmith.compiler.find.site import Site
+from opsmith.measure.pages import advise, is_mapped
 from opsmith.ops.linear import CARD
 
 _PAGE = 1 << 21  # bytes of a large one
@@ -37,11 +38,12 @@ def together(
         site = _site(group)
         if private(site, graph, effects) and lay([own[s.arguments["weight"]] for s in group]):
             merged |= dict.fromkeys(map(id, group), site)
-    # Large weights that are read as they lie get large pages: one at a time is there twice meanwhile.
+    # Large weights that are read as they lie get large pages: where they are, if one would be much that is there twice.
     most = sum(p.nbytes for p in own.values()) // 4
     for weight in (s.arguments.get("weight") for s in sites if s.card is CARD):
-        if isinstance(weight, Node) and weight in own and _PAGE <= own[weight].nbytes <= most:
-            lay([own[weight]])
+        p = own.get(weight) if isinstance(weight, Node) else None
+        if p is not None and p.is_cpu and p.nbytes >= _PAGE:
+            lay([p]) if p.nbytes <= most or is_mapped(p) else advise(p.data_ptr(), p.nbytes, "MADV_COLLAPSE")
     return list({id(s): s for s in (merged.get(id(s), s) for s in sites)}.values())
 
 

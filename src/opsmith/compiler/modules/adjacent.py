@@ -43,10 +43,7 @@ class Adjacent:
         own, places = {id(w) for w in weights}, set(map(memory, weights))
         if any(id(t) not in own and memory(t) in places for t in tensors(model).values()):
             return False
-        alone = [w.detach() for w in weights]
-        lay(0, weights)
-        for weight in alone:
-            self.read.add(weight)
+        lay(0, weights, self.read.add)
         self._laid |= {id(w): (weakref.ref(w), memory(w)) for w in weights}
         return True
 

@@ -14,16 +14,14 @@ def linear_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """`nn.Linear`, its subclasses, and what computes `x @ weight + bias`, in the order of the model."""
     for name, module in model.named_modules():
         weight = getattr(module, "weight", None)
-        if not isinstance(weight, Tensor) or weight.dim() != 2 or not weight.numel() or weight.is_meta:
-            continue
-        if isinstance(module, nn.Linear) or _turned(module):
+        matrix = isinstance(weight, Tensor) and weight.dim() == 2 and weight.numel() and not weight.is_meta
+        if matrix and (isinstance(module, nn.Linear) or _turned(module)):
             yield name, module
 
 
 def output_layer(model: nn.Module) -> nn.Module | None:
     """The layer that makes logits, where a model says which one that is, as Hugging Face's do."""
-    ask = getattr(model, "get_output_embeddings", None)
-    layer = ask() if callable(ask) else None
+    layer = getattr(model, "get_output_embeddings", lambda: None)()
     return layer if isinstance(layer, nn.Module) else None
 
 
@@ -42,8 +40,7 @@ def tensors(model: nn.Module) -> dict[str, Tensor]:
 
 def own(*modules: nn.Module) -> list[Tensor]:
     """The parameters and buffers of modules themselves, in the time that a call has for it."""
-    held = [(*module._parameters.values(), *module._buffers.values()) for module in modules]
-    return [t for tensors in held for t in tensors if t is not None]
+    return [t for m in modules for t in (*m._parameters.values(), *m._buffers.values()) if t is not None]
 
 
 def as_linear(module: nn.Module) -> nn.Linear:

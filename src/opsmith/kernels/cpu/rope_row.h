@@ -66,6 +66,8 @@ struct Table {
     return {c, s, c + second, s + second};
   }
 
+  int64_t row_bytes() const { return std::max<int64_t>(1, 2 * cos.sizes[cos.dim - 1] * int64_t(sizeof(C))); }
+
   // Whether both of a pair have the same entries, as rope_table makes them: half as much to read for every head.
   bool shared(int64_t b, int64_t begin, int64_t end) const {
     if (cos.sizes[cos.dim - 1] == half) return true;
@@ -84,26 +86,37 @@ struct Table {
   }
 };
 
+// Calls f(type, b, begin, end) for blocks of the tokens of a batch, `type` saying whether both of a pair have one entry. A
+// block's part of the table is read from memory once and then stays in the nearest caches, while `heads` heads stream past
+// it in the order in which they lie in memory.
+template <class C, class F>
+void for_blocks(const Heads& x, int64_t heads, const Table<C>& table, const F& f) {
+  constexpr int64_t table_bytes = 256 << 10;  // of a block: a part of the second cache
+  constexpr int64_t task = 16384;  // elements that are worth a thread's wake-up
+  // Short enough for the table to stay in cache, and for every thread to have some.
+  const int64_t fair = (x.batch * x.tokens + 4 * num_threads() - 1) / (4 * num_threads());
+  const int64_t least = row_grain(heads * x.dims, task);
+  const int64_t block = std::min(std::max<int64_t>(1, x.tokens),
+                                 std::max(least, std::min(table_bytes / table.row_bytes(), fair)));
+  const int64_t blocks = (x.tokens + block - 1) / block;
+  parallel_for(x.batch * blocks, std::max<int64_t>(1, least / block), [&](int64_t first, int64_t last) {
+    for (int64_t i = first; i < last; ++i) {
+      const int64_t b = i / blocks, begin = i % blocks * block, end = std::min(x.tokens, begin + block);
+      table.shared(b, begin, end) ? f(std::true_type{}, b, begin, end) : f(std::false_type{}, b, begin, end);
+    }
+  });
+}
+
 inline void rotate(Vec x1, Vec x2, Vec cos1, Vec sin1, Vec cos2, Vec sin2, Vec& y1, Vec& y2) {
   y1 = fma(x1, cos1, -(x2 * sin1));
   y2 = fma(x2, cos2, x1 * sin2);
 }
 
-template <int... l>
-inline void part_pairs(Vec a, Vec b, Vec& even, Vec& odd, std::integer_sequence<int, l...>) {
-  even = shuffle(a, b, std::integer_sequence<int, (2 * l)...>{});
-  odd = shuffle(a, b, std::integer_sequence<int, (2 * l + 1)...>{});
-}
-template <int... l>
-inline void join_pairs(Vec even, Vec odd, Vec& a, Vec& b, std::integer_sequence<int, l...>) {
-  a = shuffle(even, odd, std::integer_sequence<int, (l / 2 + l % 2 * W)...>{});
-  b = shuffle(even, odd, std::integer_sequence<int, (W / 2 + l / 2 + l % 2 * W)...>{});
-}
-
-// W pairs from p on.
+// W pairs from p on, the first ones of all and the second ones.
 template <class T>
 inline void load_pairs(const T* p, Full, Vec& even, Vec& odd) {
-  part_pairs(load(p), load(p + W), even, odd, std::make_integer_sequence<int, W>{});
+  const Pair v = split({load(p), load(p + W)});
+  even = v.a, odd = v.b;
 }
 inline void load_pairs(const bfloat16* p, Full, Vec& even, Vec& odd) {
   IVec both;  // a pair is one 32-bit lane, and a bfloat16 the upper half of a float
@@ -120,16 +133,8 @@ inline void load_pairs(const T* p, Part k, Vec& even, Vec& odd) {
 
 template <class T>
 inline void put_pairs(T* p, Vec even, Vec odd, Full, bool streaming) {
-  Vec a, b;
-  join_pairs(even, odd, a, b, std::make_integer_sequence<int, W>{});
-  put(p, a, Full{}, streaming);
-  put(p + W, b, Full{}, streaming);
+  put(p, even_odd<T> ? Pair{even, odd} : interleave({even, odd}), Both{}, streaming);
 }
-#if defined(OPSMITH_AVX512) || defined(OPSMITH_AVX2)
-inline void put_pairs(bfloat16* p, Vec even, Vec odd, Full, bool streaming) {
-  put(p, Pair{even, odd}, Both{}, streaming);
-}
-#endif
 template <class T>
 inline void put_pairs(T* p, Vec even, Vec odd, Part k, bool) {
   T buffer[2 * W];

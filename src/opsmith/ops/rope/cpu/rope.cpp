@@ -1,7 +1,4 @@
 // Rotary embedding, in place or not: every element of x is read once and written once.
-//
-// A task is a block of tokens, all their heads: the block's part of the table is read from memory once and then stays
-// in the nearest caches, while x streams past it in the order in which it lies in memory.
 #include "rope.h"
 
 #include "rope_row.h"
@@ -9,8 +6,6 @@
 namespace opsmith {
 namespace {
 
-constexpr int64_t kTableBytes = 256 << 10;  // of a block's table: a part of the second cache
-constexpr int64_t kTask = 16384;  // elements that are worth a thread's wake-up
 constexpr int64_t kAhead = 2048;  // bytes of x between what is read and what is asked for
 constexpr int kTogether = 2;  // heads, for which a row of the table is read once
 
@@ -65,29 +60,12 @@ void rotate_all(const View& xv, const View& morev, const Table<C>& table, const 
   const Heads x(xv), y(yv);
   const Heads more = morev.defined() ? Heads(morev) : x, more_y = morev.defined() ? Heads(more_yv) : y;
   const int64_t heads = x.heads + (morev.defined() ? more.heads : 0);
-  const int64_t row_bytes = std::max<int64_t>(1, 2 * table.cos.sizes[table.cos.dim - 1] * int64_t(sizeof(C)));
   const int64_t turned = x.batch * heads * x.tokens * x.dims * int64_t(sizeof(T));
-  const bool past_cache = x.data != y.data && outlives_cache(2 * turned + x.tokens * row_bytes, 1);
-  // Short enough for the table to stay in cache, and for every thread to have some.
-  const int64_t fair = (x.batch * x.tokens + 4 * num_threads() - 1) / (4 * num_threads());
-  const int64_t least = row_grain(heads * x.dims, kTask);
-  const int64_t block = std::min(std::max<int64_t>(1, x.tokens),
-                                 std::max(least, std::min(kTableBytes / row_bytes, fair)));
-  const int64_t blocks = (x.tokens + block - 1) / block;
-  parallel_for(x.batch * blocks, std::max<int64_t>(1, least / block), [&](int64_t first, int64_t last) {
-    for (int64_t task = first; task < last; ++task) {
-      const int64_t b = task / blocks, begin = task % blocks * block, end = std::min(x.tokens, begin + block);
-      auto turn = [&](auto shared) {
-        constexpr bool s = decltype(shared)::value;
-        rotate_block<interleaved, s, T>(x, y, table, b, begin, end, past_cache);
-        if (morev.defined()) rotate_block<interleaved, s, T>(more, more_y, table, b, begin, end, past_cache);
-      };
-      if (table.shared(b, begin, end)) {
-        turn(std::true_type{});
-      } else {
-        turn(std::false_type{});
-      }
-    }
+  const bool past_cache = x.data != y.data && outlives_cache(2 * turned + x.tokens * table.row_bytes(), 1);
+  for_blocks(x, heads, table, [&](auto shared, int64_t b, int64_t begin, int64_t end) {
+    constexpr bool s = decltype(shared)::value;
+    rotate_block<interleaved, s, T>(x, y, table, b, begin, end, past_cache);
+    if (morev.defined()) rotate_block<interleaved, s, T>(more, more_y, table, b, begin, end, past_cache);
     if (past_cache) stream_fence();
   });
 }

@@ -5,8 +5,6 @@
 namespace opsmith {
 namespace {
 
-constexpr int64_t kTableBytes = 256 << 10;  // of a block's table: a part of the second cache
-constexpr int64_t kTask = 16384;  // elements that are worth a thread's wake-up
 constexpr int
     kTogether = 4;  // heads: a row of the table is read once for them, and their largest are found side by side
 
@@ -41,36 +39,18 @@ template <bool interleaved, class C>
 void rotate_all(const View& xv, const View& scale, const Table<C>& table, const View& yv,
                 const View& y_scale) {
   const Heads x(xv), y(yv);
-  const int64_t half = table.half;
-  const int64_t row_bytes = std::max<int64_t>(1, 2 * table.cos.sizes[table.cos.dim - 1] * int64_t(sizeof(C)));
-  const int64_t fair = (x.batch * x.tokens + 4 * num_threads() - 1) / (4 * num_threads());
-  const int64_t least = row_grain(x.heads * x.dims, kTask);
-  const int64_t block = std::min(std::max<int64_t>(1, x.tokens),
-                                 std::max(least, std::min(kTableBytes / row_bytes, fair)));
-  const int64_t blocks = (x.tokens + block - 1) / block;
   const Heads xs(scale, scale.dim + 1), ys(y_scale, y_scale.dim + 1);
-  parallel_for(x.batch * blocks, std::max<int64_t>(1, least / block), [&](int64_t first, int64_t last) {
+  for_blocks(x, x.heads, table, [&](auto shared, int64_t b, int64_t begin, int64_t end) {
     float* const turned = scratch(kTogether * round_up(x.dims, W) + W);
-    for (int64_t task = first; task < last; ++task) {
-      const int64_t b = task / blocks, begin = task % blocks * block, end = std::min(x.tokens, begin + block);
-      auto rows = [&](auto shared, auto count, int64_t h) {
-        for (int64_t l = begin; l < end; ++l) {
-          rotate_heads<interleaved, decltype(shared)::value, decltype(count)::value>(
-              x, xs, y, ys, b, h, l, table.row(b, l), half, turned);
-        }
-      };
-      auto turn = [&](auto shared) {
-        int64_t h = 0;
-        for (; h + kTogether <= x.heads; h += kTogether)
-          rows(shared, std::integral_constant<int, kTogether>{}, h);
-        for (; h < x.heads; ++h) rows(shared, std::integral_constant<int, 1>{}, h);
-      };
-      if (table.shared(b, begin, end)) {
-        turn(std::true_type{});
-      } else {
-        turn(std::false_type{});
+    auto rows = [&](auto count, int64_t h) {
+      for (int64_t l = begin; l < end; ++l) {
+        rotate_heads<interleaved, decltype(shared)::value, decltype(count)::value>(
+            x, xs, y, ys, b, h, l, table.row(b, l), table.half, turned);
       }
-    }
+    };
+    int64_t h = 0;
+    for (; h + kTogether <= x.heads; h += kTogether) rows(std::integral_constant<int, kTogether>{}, h);
+    for (; h < x.heads; ++h) rows(std::integral_constant<int, 1>{}, h);
   });
 }
 

@@ -146,12 +146,6 @@ inline void store_fours(Digit* p, int64_t step, IVec v, int64_t count) {
     std::memcpy(p + i / 4 * step, digits + i, sizeof(Digit) * 4);
 }
 
-inline int32_t reduce_add(IVec v) {
-  int32_t total = 0;
-  for (int i = 0; i < W; ++i) total += v[i];
-  return total;
-}
-
 inline Vec to_float(IVec v) { return __builtin_convertvector(v, Vec); }
 inline IVec to_int(Vec v) { return __builtin_convertvector(v, IVec); }  // of whole numbers
 

@@ -15,16 +15,7 @@ namespace opsmith {
 
 // e^x within 2 units in the last place or so, exactly 1 at 0; 0 far below, infinity far above, NaN at NaN.
 inline Vec exp_from_pivot(Vec x) {
-  const Vec t = x * log2_e;
-#if defined(OPSMITH_AVX512)
-  const Vec n = t;  // scalef takes the floor itself, and both know what to do with infinities
-  const Vec r = _mm512_reduce_ps(t, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
-#else
-  const Vec bounded = max(-150.0f, min(129.0f, t));
-  const Vec nearest_integer = round_to_integer(bounded);
-  const Vec n = select(nearest_integer > bounded, nearest_integer - 1.0f, nearest_integer);
-  const Vec r = bounded - n;
-#endif
+  const auto [n, r] = whole_and_rest(x * log2_e);
   Vec p = fma(r, 0.00186714169f, 0.00901700556f);
   p = fma(p, r, 0.0557999313f);
   p = fma(p, r, 0.240164444f);

@@ -7,6 +7,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <functional>
 #include <type_traits>
 #include <utility>
 
@@ -79,6 +80,17 @@ inline Vec shuffle(Vec a, Vec b, std::integer_sequence<int, from...>) {
 #else
   return __builtin_shuffle(a, b, IVec{from...});
 #endif
+}
+
+// The lanes of v, each an E, as one: halves folded onto each other, so that the order is that of a tree.
+template <class E, class V, class Op>
+inline E reduce(const V& v, Op op) {
+  E lane[W];
+  std::memcpy(lane, &v, sizeof v);
+  for (int h = W / 2; h > 0; h /= 2) {
+    for (int i = 0; i < h; ++i) lane[i] = op(lane[i], lane[i + h]);
+  }
+  return lane[0];
 }
 
 // v rounded to bfloat16, in the upper halves of its lanes: to nearest, ties to even; a NaN stays one.
@@ -248,35 +260,18 @@ inline void store(T* p, Vec v, Part k) {
 
 inline Vec abs(Vec a) { return as_float(as_int(a) & 0x7fffffff); }
 
-template <class Op>
-inline float reduce(Vec v, Op op) {  // halves folded onto each other, so that the order is that of a tree
-  float lane[W];
-  store(lane, v, Full{});
-  for (int h = W / 2; h > 0; h /= 2) {
-    for (int i = 0; i < h; ++i) lane[i] = op(lane[i], lane[i + h]);
-  }
-  return lane[0];
-}
-inline float reduce_add(Vec v) {
-  return reduce(v, [](float a, float b) { return a + b; });
-}
+inline float reduce_add(Vec v) { return reduce<float>(v, std::plus<>{}); }
 inline float reduce_max(Vec v) {
-  return reduce(v, [](float a, float b) { return a > b ? a : b; });
+  return reduce<float>(v, [](float a, float b) { return a > b ? a : b; });
 }
 inline float reduce_min(Vec v) {
-  return reduce(v, [](float a, float b) { return a < b ? a : b; });
+  return reduce<float>(v, [](float a, float b) { return a < b ? a : b; });
 }
 
 #endif
 
-inline double reduce_add(const DVec& v) {
-  double lane[W];
-  std::memcpy(lane, &v, sizeof v);
-  for (int h = W / 2; h > 0; h /= 2) {
-    for (int i = 0; i < h; ++i) lane[i] += lane[i + h];
-  }
-  return lane[0];
-}
+inline double reduce_add(const DVec& v) { return reduce<double>(v, std::plus<>{}); }
+inline int32_t reduce_add(IVec v) { return reduce<int32_t>(v, std::plus<>{}); }
 
 // A sum of squares in double, in two registers: compilers keep a vector of two in memory.
 class SquareSum {
@@ -429,6 +424,21 @@ inline Vec round_to_integer(Vec x) {
 #endif
 }
 
+// What `scale_exponent` makes 2^x of: a whole number, and what is left for a polynomial, 0 to 1; of 0 both are 0.
+struct WholeAndRest {
+  Vec whole, rest;
+};
+inline WholeAndRest whole_and_rest(Vec x) {
+#if defined(OPSMITH_AVX512)
+  // scalef takes the floor itself, and both know what to do with infinities
+  return {x, _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC)};
+#else
+  x = max(-160.0f, min(160.0f, x));
+  const Vec whole = round_to_integer(x - 0.5f);
+  return {whole, x - whole};
+#endif
+}
+
 // e^x within 1 ulp or so; 0 at -inf, inf at inf, NaN at NaN.
 inline Vec exp(Vec x) {
   x = max(-104.0f, min(89.0f, x));  // beyond, the result is 0 or inf already
@@ -448,15 +458,7 @@ inline Vec exp(Vec x) {
 // itself with a polynomial of degree 4; with degree 3 to 8e-5, a fiftieth of what rounding to bfloat16 takes.
 template <int degree = 4>
 inline Vec exp2_coarse(Vec x) {
-#if defined(OPSMITH_AVX512)
-  const Vec n = x;  // scalef takes the floor itself, and both know what to do with infinities
-  const Vec r = _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
-#else
-  x = max(-160.0f, min(160.0f, x));
-  const Vec nearest_integer = round_to_integer(x);
-  const Vec n = select(nearest_integer > x, nearest_integer - 1.0f, nearest_integer);
-  const Vec r = x - n;
-#endif
+  const auto [n, r] = whole_and_rest(x);
   if constexpr (degree == 3) {
     return scale_exponent(
         fma(fma(fma(r, 0.0780245364f, 0.2260672003f), r, splat(0.6958335042f)), r, splat(0.9999252558f)), n);

@@ -16,14 +16,7 @@ constexpr float kInfinity = std::numeric_limits<float>::infinity();
 // 2^x. `precise` is within 2e-9 before rounding; otherwise 4e-6, far below what 16-bit weights are rounded to.
 template <bool precise>
 inline Vec exp2(Vec x) {
-#if defined(OPSMITH_AVX512)
-  const Vec r = _mm512_reduce_ps(x,
-                                 _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);  // x - floor(x), 0 at infinities
-#else
-  x = max(-150.0f, min(150.0f, x));
-  const Vec n = round_to_integer(x - 0.5f);
-  const Vec r = x - n;
-#endif
+  const auto [n, r] = whole_and_rest(x);
   Vec p;
   if constexpr (precise) {
     p = fma(r, 2.1714995e-4f, 1.2440884e-3f);
@@ -36,12 +29,7 @@ inline Vec exp2(Vec x) {
     p = fma(p, r, 2.4137974e-1f);
     p = fma(p, r, 6.9303215e-1f);
   }
-  p = fma(p, r, 1.0f);
-#if defined(OPSMITH_AVX512)
-  return _mm512_scalef_ps(p, x);
-#else
-  return scale_exponent(p, n);
-#endif
+  return scale_exponent(fma(p, r, 1.0f), n);
 }
 
 // The mask of one query row; `data` points at its first key.

@@ -122,11 +122,7 @@ inline V merge(V a, V b) {
 // Lanes l and l ^ h of v added.
 template <int h, int... l>
 inline Vec swapped(Vec v, std::integer_sequence<int, l...>) {
-#if defined(__clang__)
-  return __builtin_shufflevector(v, v, (l ^ h)...);
-#else
-  return __builtin_shuffle(v, IVec{(l ^ h)...});
-#endif
+  return shuffle(v, v, std::integer_sequence<int, (l ^ h)...>{});
 }
 template <int h, class V>
 inline V fold(V v) {
@@ -153,6 +149,16 @@ inline __attribute__((always_inline)) void store_totals(V (&v)[R], S* to) {
 #pragma GCC unroll 4
   for (int r = 0; r < R; ++r) to[r] = all[r * (W / R)];
 }
+
+#if defined(OPSMITH_AVX512)
+// 2 W sums of columns as `unpacklo` and `unpackhi` of two rows leave them, in the order of the columns.
+inline void store_in_order(float* to, Vec low, Vec high) {
+  const __m512i front = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
+  const __m512i back = _mm512_setr_epi32(8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31);
+  store(to, (Vec)_mm512_permutex2var_ps((__m512)low, front, (__m512)high));
+  store(to + W, (Vec)_mm512_permutex2var_ps((__m512)low, back, (__m512)high));
+}
+#endif
 
 // B = rows^T: column j of B is row j of the source, its units along the depth. `to` has panels of PANEL columns,
 // ceil(n / per_unit) * PANEL units each; columns up to a multiple of W are written, zeros past `rows`.

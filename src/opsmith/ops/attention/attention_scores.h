@@ -61,14 +61,6 @@ inline IVec load_mask(const bool* p, int64_t stride, Lanes lanes) {
   return __builtin_convertvector(bytes, IVec) != 0;
 }
 
-// ALiBi's bias, in place; the first of these keys stands `distance` keys behind the query.
-inline void add_alibi(float* s, int64_t n, float slope, int64_t distance) {
-  for (int64_t j = 0; j < n; j += W) {
-    const Vec behind = __builtin_convertvector(lane_index() + int32_t(distance + j), Vec);
-    store(s + j, fma(behind, splat(slope), load(s + j)));
-  }
-}
-
 // Where the softmax of a row with a sink begins, before any key: at a key without a value.
 struct Start {
   float largest = -kInfinity, total = 0;
@@ -128,9 +120,14 @@ struct Problem : AttentionCall {
     return {static_cast<const char*>(mask.data) + at * bytes, mask.dtype, mask.strides[3]};
   }
 
-  // On the scores of keys key..key+n-1, in place.
-  void add_alibi(float* scores, int64_t n, int64_t kv_head, int64_t row, int64_t key) const {
-    opsmith::add_alibi(scores, n, options.alibi_slope(head(kv_head, row)), key - position(query(row)));
+  // ALiBi's bias on the scores of keys key..key+n-1, in place.
+  void add_alibi(float* s, int64_t n, int64_t kv_head, int64_t row, int64_t key) const {
+    const float slope = options.alibi_slope(head(kv_head, row));
+    const int64_t distance = key - position(query(row));  // by which the first key stands behind the query
+    for (int64_t j = 0; j < n; j += W) {
+      const Vec behind = __builtin_convertvector(lane_index() + int32_t(distance + j), Vec);
+      store(s + j, fma(behind, slope, load(s + j)));
+    }
   }
 
   // Whether rows `row` to `row + n - 1` have the same boolean mask: that of padding, in most models.

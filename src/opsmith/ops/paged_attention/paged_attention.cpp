@@ -300,8 +300,7 @@ class Paged {
       using Q = std::remove_pointer_t<decltype(t)>;
       for (int64_t r = 0; r < whole.heads * slots_; ++r) {
         const int64_t of = r % slots_, h = query_head(whole.head + r / slots_, of);
-        const Q* from = q_.as<Q>() + whole.sequence * q_.strides[0] + of % queries_ * q_.strides[1] +
-                        h * q_.strides[2];
+        const Q* from = row_of<Q>(q_, whole.sequence, of % queries_, h);
         Element* to = reinterpret_cast<Element*>(walk.to.q + r * depth_);
         pack_row<Units>(from, of < rows_ ? dim_ : 0, to, depth_ * Units::per_unit);
         if constexpr (in_pairs<T>) even_before_odd(walk.to.q + r * depth_, depth_);
@@ -553,25 +552,21 @@ class Paged {
     const Sums into = part(0);
     with_float_type(out_.dtype, [&](auto* t) {
       using Q = std::remove_pointer_t<decltype(t)>;
-      for (int64_t h = 0; h < whole.heads; ++h) {
-        for (int64_t i = 0; i < rows_; ++i) {
-          const int64_t r = h * slots_ + i;
-          float* const row = into.row(r);
-          for (int64_t c = 0; c < width_; c += W) {
-            Vec x = load(row + c) * into.largest()[r];
-            for (int64_t p = 1; p < count; ++p)
-              x = fma(load(part(p).row(r) + c), splat(part(p).largest()[r]), x);
-            store(row + c, into.totals()[r] == 0 ? Vec{} : x);
-          }
-          in_order<Units, T>(row, width_);
-#if defined(OPSMITH_PAGED_BYTES)
-          if (bytes_) by_fours(row, width_);
-#endif
-          Q* const to = out_.as<Q>() + whole.sequence * out_.strides[0] + i % queries_ * out_.strides[1] +
-                        query_head(whole.head + h, i) * out_.strides[2];
-          for_lanes(value_dim_, [&](int64_t c, auto lanes) { store(to + c, load(row + c, lanes), lanes); });
+      for_rows(whole, [&](int64_t r, int64_t head, int64_t query) {
+        float* const row = into.row(r);
+        for (int64_t c = 0; c < width_; c += W) {
+          Vec x = load(row + c) * into.largest()[r];
+          for (int64_t p = 1; p < count; ++p)
+            x = fma(load(part(p).row(r) + c), splat(part(p).largest()[r]), x);
+          store(row + c, into.totals()[r] == 0 ? Vec{} : x);
         }
-      }
+        in_order<Units, T>(row, width_);
+#if defined(OPSMITH_PAGED_BYTES)
+        if (bytes_) by_fours(row, width_);
+#endif
+        Q* const to = row_of<Q>(out_, whole.sequence, query, head);
+        for_lanes(value_dim_, [&](int64_t c, auto lanes) { store(to + c, load(row + c, lanes), lanes); });
+      });
     });
   }
 

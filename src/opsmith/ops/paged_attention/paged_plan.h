@@ -6,8 +6,7 @@
 #include <vector>
 
 #include "paged_attention.h"
-#include "schedules/shares.h"
-#include "simd.h"
+#include "gemm_tile.h"
 
 namespace opsmith {
 
@@ -56,16 +55,16 @@ struct PagedPlan {
     // Heads that lie further apart than keys are read one after the other, as memory has them.
     const bool head_major = c.keys.strides[2] > c.keys.strides[1] && c.block_size() > 1;
     int64_t groups = head_major ? kv_heads
-                                : std::min(above(kFewKeys * wanted, std::max<int64_t>(keys, 1)), kv_heads);
-    heads_at_once = above(kv_heads, std::max<int64_t>(groups, 1));
-    groups = above(kv_heads, heads_at_once);
+                                : std::min(ceil_div(kFewKeys * wanted, std::max<int64_t>(keys, 1)), kv_heads);
+    heads_at_once = ceil_div(kv_heads, std::max<int64_t>(groups, 1));
+    groups = ceil_div(kv_heads, heads_at_once);
     const int64_t bytes = head_bytes * heads_at_once, scores = std::max<int64_t>(1, rows * heads_at_once);
     tile = std::clamp(std::min(kTileBytes / bytes, kTileScores / scores) / grain * grain, grain, most);
-    const int64_t share = round_to(std::max(above(keys * groups, wanted), kPieceBytes / bytes), tile);
+    const int64_t share = round_up(std::max(ceil_div(keys * groups, wanted), kPieceBytes / bytes), tile);
     for (int64_t b = 0; b < batch; ++b) {
       const int64_t until = c.length(b), from = first_visible(until, queries, window);
-      const int64_t count = std::max<int64_t>(1, above(until - from, share)),
-                    each = round_to(above(until - from, count), grain);
+      const int64_t count = std::max<int64_t>(1, ceil_div(until - from, share)),
+                    each = round_up(ceil_div(until - from, count), grain);
       for (int64_t head = 0; head < kv_heads; head += heads_at_once) {
         const int64_t whole = int64_t(wholes.size());
         wholes.emplace_back(b, head, std::min(heads_at_once, kv_heads - head), from, until,
@@ -77,10 +76,6 @@ struct PagedPlan {
       }
     }
   }
-
- private:
-  static int64_t above(int64_t a, int64_t b) { return (a + b - 1) / b; }
-  static int64_t round_to(int64_t n, int64_t grain) { return above(n, grain) * grain; }
 };
 
 }  // namespace opsmith

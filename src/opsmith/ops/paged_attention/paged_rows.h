@@ -278,13 +278,7 @@ inline void in_order(float* sums, int64_t width) {
     even_beside_odd(sums, width);
   } else if constexpr (Units::per_unit == 2) {
 #if defined(OPSMITH_AVX512)
-    const __m512i first = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
-    const __m512i second = _mm512_setr_epi32(8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31);
-    for (int64_t c = 0; c < width; c += 2 * W) {
-      const Vec a = load(sums + c), b = load(sums + c + W);
-      store(sums + c, (Vec)_mm512_permutex2var_ps((__m512)a, first, (__m512)b));
-      store(sums + c + W, (Vec)_mm512_permutex2var_ps((__m512)a, second, (__m512)b));
-    }
+    for (int64_t c = 0; c < width; c += 2 * W) store_in_order(sums + c, load(sums + c), load(sums + c + W));
 #endif
   }
 }

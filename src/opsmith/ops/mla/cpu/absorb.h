@@ -50,14 +50,6 @@ void absorb_tile(const float* q, int64_t q_stride, const T* w, int64_t columns, 
 }
 
 #if defined(OPSMITH_AVX512) && defined(__AVX512BF16__)
-// 32 sums as two interleaved rows leave them, in the order of the columns.
-inline void store_in_order(float* to, Vec low, Vec high) {
-  const __m512i front = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
-  const __m512i back = _mm512_setr_epi32(8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31);
-  store(to, (Vec)_mm512_permutex2var_ps((__m512)low, front, (__m512)high));
-  store(to + W, (Vec)_mm512_permutex2var_ps((__m512)low, back, (__m512)high));
-}
-
 // The same two rows at a time: an instruction multiplies pairs that lie one below the other, once they are interleaved.
 // That leaves the sums of 32 columns in another order, in which they stay until the last rows. N blocks of 32 columns.
 template <int M, int N>

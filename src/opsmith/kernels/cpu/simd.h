@@ -454,24 +454,18 @@ inline Vec exp(Vec x) {
   return scale_exponent(p, n);
 }
 
-// 2^x for results that are rounded to 16 bits, with half the arithmetic of exp. 0 at -inf, NaN at NaN. To 3e-6 of
-// itself with a polynomial of degree 4; with degree 3 to 8e-5, a fiftieth of what rounding to bfloat16 takes.
-template <int degree = 4>
-inline Vec exp2_coarse(Vec x) {
+// 2^x for results of type T, of 16 bits, with half the arithmetic of exp. 0 at -inf, NaN at NaN. To 8e-5 of itself for
+// bfloat16, a fiftieth of what rounding takes, and to 3e-6 for float16; float32 would need more.
+template <class T>
+inline Vec exp2_for(Vec x) {
   const auto [n, r] = whole_and_rest(x);
-  if constexpr (degree == 3) {
+  if constexpr (std::is_same_v<T, bfloat16>) {
     return scale_exponent(
         fma(fma(fma(r, 0.0780245364f, 0.2260672003f), r, splat(0.6958335042f)), r, splat(0.9999252558f)), n);
   } else {
     const Vec low = fma(r, 0.693003835f, 1.00000259f), high = fma(r, 0.052011463f, 0.241442755f);
     return scale_exponent(fma(fma(r * r, 0.0135341667f, high), r * r, low), n);
   }
-}
-
-// 2^x for results of type T, which for float32 would need more: 8e-5 of itself for bfloat16, 3e-6 for float16.
-template <class T>
-inline Vec exp2_for(Vec x) {
-  return exp2_coarse<std::is_same_v<T, bfloat16> ? 3 : 4>(x);
 }
 
 // 1 / x to 7e-5 of itself, for results that are rounded to 16 bits; 0 at infinity.

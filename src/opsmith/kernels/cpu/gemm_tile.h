@@ -150,13 +150,45 @@ inline __attribute__((always_inline)) void store_totals(V (&v)[R], S* to) {
   for (int r = 0; r < R; ++r) to[r] = all[r * (W / R)];
 }
 
+template <class Units>
+inline Vec plus(Vec a, Vec b) {
+  return a + b;
+}
+
+// W vectors to one: lane i is the sum of vector i's lanes.
 #if defined(OPSMITH_AVX512)
-// 2 W sums of columns as `unpacklo` and `unpackhi` of two rows leave them, in the order of the columns.
-inline void store_in_order(float* to, Vec low, Vec high) {
-  const __m512i front = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
-  const __m512i back = _mm512_setr_epi32(8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31);
-  store(to, (Vec)_mm512_permutex2var_ps((__m512)low, front, (__m512)high));
-  store(to + W, (Vec)_mm512_permutex2var_ps((__m512)low, back, (__m512)high));
+template <class Units>
+inline __attribute__((always_inline)) Vec fold(const Vec* v) {
+  constexpr int from[W] = {0, 2, 1, 3, 8,  10, 9,  11,
+                           4, 6, 5, 7, 12, 14, 13, 15};  // what the steps below leave where
+  Vec sum[W];
+  for (int i = 0; i < W; ++i) sum[from[i]] = v[i];
+  for (int i = 0; i < 8; ++i) {
+    const __m512 a = sum[i], b = sum[i + 8];
+    sum[i] = plus<Units>(_mm512_mask_blend_ps(0xff00, a, b), _mm512_shuffle_f32x4(a, b, 0x4e));
+  }
+  for (int i = 0; i < 4; ++i) {
+    const __m512 a = sum[i], b = sum[i + 4];
+    sum[i] = plus<Units>(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
+  }
+  for (int i = 0; i < 2; ++i) {
+    const __m512 a = sum[i], b = sum[i + 2];
+    sum[i] = plus<Units>(_mm512_mask_blend_ps(0xcccc, a, b), _mm512_shuffle_ps(a, b, 0x4e));
+  }
+  return plus<Units>(_mm512_shuffle_ps(sum[0], sum[1], 0x88), _mm512_shuffle_ps(sum[0], sum[1], 0xdd));
+}
+#else
+template <class Units, int h = W / 2>
+inline __attribute__((always_inline)) Vec fold(Vec* v) {
+  for (int i = 0; i < h; ++i) {
+    exchange<h>(v[i], v[i + h], std::make_integer_sequence<int, W>{});
+    v[i] = plus<Units>(v[i], v[i + h]);
+  }
+  if constexpr (h > 1) {
+    return fold<Units, h / 2>(v);
+  } else {
+    return v[0];
+  }
 }
 #endif
 

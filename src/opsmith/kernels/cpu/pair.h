@@ -61,6 +61,13 @@ inline __m512i packed_at(const bfloat16* p) { return _mm512_loadu_si512(p); }
 inline void store_packed(bfloat16* p, __m512i h, bool streaming) {
   streaming ? _mm512_stream_si512((__m512i*)p, h) : _mm512_storeu_si512(p, h);
 }
+// 2 W sums of columns as `unpacklo` and `unpackhi` of two rows leave them, in the order of the columns.
+inline void store_in_order(float* to, Vec low, Vec high) {
+  const __m512i front = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
+  const __m512i back = _mm512_setr_epi32(8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31);
+  store(to, (Vec)_mm512_permutex2var_ps((__m512)low, front, (__m512)high));
+  store(to + W, (Vec)_mm512_permutex2var_ps((__m512)low, back, (__m512)high));
+}
 
 #elif defined(OPSMITH_AVX2)
 

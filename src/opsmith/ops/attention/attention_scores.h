@@ -174,11 +174,7 @@ void score_alone(const T* q, const T* k, int64_t stride, int64_t keys, int64_t d
         if (i < count) sum[i] = Units::mac(x, load_units<Units>(k + i * stride, c, dim), sum[i]);
       }
     }
-    transpose(sum);
-    for (int h = W / 2; h > 0; h /= 2) {
-      for (int i = 0; i < h; ++i) sum[i] += sum[i + h];
-    }
-    store(scores + j, sum[0]);
+    store(scores + j, fold<Units>(sum));
   }
 }
 
@@ -217,16 +213,10 @@ inline void transform_scores(float* s, int64_t n, const AttentionOptions& option
 // The mask on the scores of keys key..key+n-1.
 inline void mask_scores(float* s, int64_t n, int64_t key, const MaskRow& mask) {
   if (mask.shows(key, n)) return;
-  switch (mask.dtype) {
-    case DType::boolean:
-      return add_mask(s, n, reinterpret_cast<const bool*>(mask.data) + key * mask.stride, mask.stride);
-    case DType::f32:
-      return add_mask(s, n, reinterpret_cast<const float*>(mask.data) + key * mask.stride, mask.stride);
-    case DType::bf16:
-      return add_mask(s, n, reinterpret_cast<const bfloat16*>(mask.data) + key * mask.stride, mask.stride);
-    default:
-      return add_mask(s, n, reinterpret_cast<const float16*>(mask.data) + key * mask.stride, mask.stride);
-  }
+  const auto add = [&](const auto* t) {
+    add_mask(s, n, reinterpret_cast<decltype(t)>(mask.data) + key * mask.stride, mask.stride);
+  };
+  mask.dtype == DType::boolean ? add(static_cast<bool*>(nullptr)) : with_float_type(mask.dtype, add);
 }
 
 // -inf outside first..last, counted from s; s holds `vecs` vectors.

@@ -21,48 +21,6 @@ constexpr int kVectors = in_pairs<T> ? 2 : UnitsOf<T>::per_unit;
 // Addresses to ask for are numbers: behind a row or the last token lies nothing, which no pointer may be given.
 inline void ask(uintptr_t address) { prefetch_far(reinterpret_cast<const void*>(address)); }
 
-template <class Units>
-inline Vec plus(Vec a, Vec b) {
-  return a + b;
-}
-
-// W vectors to one: lane i is the sum of vector i's lanes.
-#if defined(OPSMITH_AVX512)
-template <class Units>
-inline __attribute__((always_inline)) Vec fold(const Vec* v) {
-  constexpr int from[W] = {0, 2, 1, 3, 8,  10, 9,  11,
-                           4, 6, 5, 7, 12, 14, 13, 15};  // what the steps below leave where
-  Vec sum[W];
-  for (int i = 0; i < W; ++i) sum[from[i]] = v[i];
-  for (int i = 0; i < 8; ++i) {
-    const __m512 a = sum[i], b = sum[i + 8];
-    sum[i] = plus<Units>(_mm512_mask_blend_ps(0xff00, a, b), _mm512_shuffle_f32x4(a, b, 0x4e));
-  }
-  for (int i = 0; i < 4; ++i) {
-    const __m512 a = sum[i], b = sum[i + 4];
-    sum[i] = plus<Units>(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
-  }
-  for (int i = 0; i < 2; ++i) {
-    const __m512 a = sum[i], b = sum[i + 2];
-    sum[i] = plus<Units>(_mm512_mask_blend_ps(0xcccc, a, b), _mm512_shuffle_ps(a, b, 0x4e));
-  }
-  return plus<Units>(_mm512_shuffle_ps(sum[0], sum[1], 0x88), _mm512_shuffle_ps(sum[0], sum[1], 0xdd));
-}
-#else
-template <class Units, int h = W / 2>
-inline __attribute__((always_inline)) Vec fold(Vec* v) {
-  for (int i = 0; i < h; ++i) {
-    exchange<h>(v[i], v[i + h], std::make_integer_sequence<int, W>{});
-    v[i] = plus<Units>(v[i], v[i + h]);
-  }
-  if constexpr (h > 1) {
-    return fold<Units, h / 2>(v);
-  } else {
-    return v[0];
-  }
-}
-#endif
-
 // The query rows that meet a token: `lanes` of them, rows that only fill up a vector included. R rows that share a key
 // head are a unit; `offset` says where its head begins in a token's row.
 struct Rows {

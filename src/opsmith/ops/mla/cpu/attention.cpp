@@ -36,7 +36,7 @@ class Attention {
   struct Group {
     int64_t sequence, row, rows, keys, blocks;
     int64_t most_parts;  // threads that it has memory for
-    float* found;  // of each part each row's weighted sum, greatest score and sum of weights; null where there is one part
+    int64_t found;  // where each part leaves each row's weighted sum, greatest score and sum of weights
     std::atomic<int64_t> next{0}, parts{0};
     bool done = false;  // by a single part, so that there is nothing to put together
   };
@@ -58,14 +58,10 @@ class Attention {
       g.keys = std::max<int64_t>(0, sees(g, g.rows - 1) + 1);
       g.blocks = std::max<int64_t>(1, ceil_div(g.keys, keys_));
       g.most_parts = std::clamp<int64_t>(std::min(wanted, g.keys / kLeastPart), 1, kParts);
+      g.found = held;
       if (g.most_parts > 1) held += g.most_parts * part_size(g);
     }
     found_.reset(new float[size_t(held)]);
-    held = 0;
-    for (Group& g : groups_) {
-      g.found = g.most_parts > 1 ? found_.get() + held : nullptr;
-      if (g.most_parts > 1) held += g.most_parts * part_size(g);
-    }
   }
 
   void run() {
@@ -92,6 +88,9 @@ class Attention {
     return most;
   }
   int64_t part_size(const Group& g) const { return g.rows * (width_ + 2); }
+  float* found(const Group& g, int64_t part, int64_t row) const {
+    return found_.get() + g.found + part * part_size(g) + row * (width_ + 2);
+  }
   // The last key that a row sees; rows are tokens and, within them, heads.
   int64_t sees(const Group& g, int64_t r) const {
     return integer_at(c_.lens, g.sequence * c_.lens.strides[0]) - each_ + (g.row + r) / heads_;
@@ -229,7 +228,7 @@ class Attention {
     for (int64_t r = 0; r < g.rows; ++r) {
       const float* sums = m.sums + r * width_;
       if (mine < g.blocks) {
-        float* to = g.found + part * part_size(g) + r * (width_ + 2);
+        float* to = found(g, part, r);
         std::memcpy(to, sums, size_t(width_) * sizeof(float));
         to[width_] = m.most[r];
         to[width_ + 1] = m.total[r];
@@ -362,17 +361,16 @@ class Attention {
   // A row of a group.
   void join(const Group& g, int64_t row, T* to) const {
     const int64_t count = std::min(g.parts.load(std::memory_order_relaxed), g.most_parts);
-    auto found = [&](int64_t i) { return g.found + i * part_size(g) + row * (width_ + 2); };
     float most = kNone, total = 0, share[kParts];
-    for (int64_t i = 0; i < count; ++i) most = std::max(most, found(i)[width_]);
+    for (int64_t i = 0; i < count; ++i) most = std::max(most, found(g, i, row)[width_]);
     for (int64_t i = 0; i < count; ++i) {
-      share[i] = most == kNone ? 0.0f : std::exp2(found(i)[width_] - most);
-      total += share[i] * found(i)[width_ + 1];
+      share[i] = most == kNone ? 0.0f : std::exp2(found(g, i, row)[width_] - most);
+      total += share[i] * found(g, i, row)[width_ + 1];
     }
     const float scale = share_of(g, row, total);
     for_lanes(latent_, [&](int64_t k, auto l) {
       Vec sum{};
-      for (int64_t i = 0; i < count; ++i) sum = fma(load(found(i) + k, l), splat(share[i]), sum);
+      for (int64_t i = 0; i < count; ++i) sum = fma(load(found(g, i, row) + k, l), splat(share[i]), sum);
       store(to + k, sum * scale, l);
     });
   }

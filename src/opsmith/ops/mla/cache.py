@@ -295,19 +295,14 @@ def _check_layout(mode: str, name: str, t: Tensor, shape: str, latent: Tensor) -
     got = tuple(t.shape)
     if t.dim() != 4:
         raise ValueError(f"{_NAME}: {name} must have shape {shape}, got {got}")
-    tiled = mode in _TILES
-    block_size = latent.shape[2 if tiled else 1]
+    block_size = latent.shape[2 if mode in _TILES else 1]
     if not 1 <= block_size <= _LARGEST_BLOCK:
         raise ValueError(
             f"{_NAME}: blocks must have 1 to {_LARGEST_BLOCK} tokens, latent {got} has {block_size}"
         )
-    tile = _TILES.get(mode, 1) if t is latent else _ROPE_TILE
-    fits = (
-        (t.shape[3] == tile, t.shape[2] == block_size)
-        if tiled
-        else (t.shape[2] == 1, t.shape[1] == block_size)
-    )
-    if not all(fits) or t.shape[0] != latent.shape[0]:
+    width = _width(t, mode)
+    expected = shapes(mode, latent.shape[0], block_size, width, 0 if t is latent else width)
+    if got != expected[0 if t is latent else 1]:
         raise ValueError(
             f'{_NAME}: {name} must have shape {shape} in mode "{mode}" (B = {latent.shape[0]}, bs = {block_size}), '
             f"got {got}"

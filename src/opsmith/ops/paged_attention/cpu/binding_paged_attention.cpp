@@ -8,9 +8,10 @@
 namespace opsmith {
 namespace {
 
-// The caches, [blocks, block size, Hkv, D], for tensors in `dtype`.
-void check_cache(const char* op, const Tensor& keys, const Tensor& values, const Optional& key_scale,
-                 const Optional& value_scale, DType dtype) {
+// The caches, [blocks, block size, Hkv, D], for tensors in `dtype`; tables and lengths are not looked at.
+PagedCache checked(const char* op, const Tensor& keys, const Tensor& values, const Optional& key_scale,
+                   const Optional& value_scale, DType dtype, const Optional& table = {},
+                   const Optional& lengths = {}) {
   const DType held = dtype_of(keys);
   const bool quantized = held == DType::i8;
   STD_TORCH_CHECK(is_floating(dtype) && (quantized || held == dtype), op,
@@ -24,6 +25,8 @@ void check_cache(const char* op, const Tensor& keys, const Tensor& values, const
                                 std::equal(k.sizes, k.sizes + 3, (*scale)->first_size)),
                     op, ": k_scale and v_scale must be float32 [blocks, block size, Hkv]");
   }
+  return {view_of(keys),        view_of(values), view_of(key_scale),
+          view_of(value_scale), view_of(table),  view_of(lengths)};
 }
 
 // Attention of queries [B, L, H, D] on a cache that was checked; `first` runs once the rest is known to be right.
@@ -70,12 +73,10 @@ void paged_attention_op(const Tensor& q, const Tensor& keys, const Tensor& value
                         int64_t window, double softcap, const Tensor& out) {
   const char* const op = "paged_attention";
   const DType dtype = dtype_of(q);
-  check_cache(op, keys, values, key_scale, value_scale, dtype);
+  const PagedCache cache = checked(op, keys, values, key_scale, value_scale, dtype, table, lengths);
   const Layout layout = q.dim() == 3 ? Layout::one_token : Layout::dense;
-  attend(op, Heads(op, q, layout, dtype),
-         {view_of(keys), view_of(values), view_of(key_scale), view_of(value_scale), view_of(table),
-          view_of(lengths)},
-         sinks, alibi, scale, window, softcap, Heads(op, out, layout, dtype), [] {});
+  attend(op, Heads(op, q, layout, dtype), cache, sinks, alibi, scale, window, softcap,
+         Heads(op, out, layout, dtype), [] {});
 }
 
 // The slots [B * L] of rows [B, L, Hkv, D] in a cache that was checked.
@@ -101,11 +102,9 @@ void reshape_and_cache_op(const Tensor& k, const Tensor& v, const Tensor& slots,
                           const Tensor& values, const Optional& key_scale, const Optional& value_scale) {
   const char* const op = "reshape_and_cache";
   const DType dtype = dtype_of(k);
-  check_cache(op, keys, values, key_scale, value_scale, dtype);
+  const PagedCache cache = checked(op, keys, values, key_scale, value_scale, dtype);
   const Heads given_k(op, k, Layout::one_token, dtype), given_v(op, v, Layout::one_token, dtype);
-  reshape_and_cache(
-      given_k.view, given_v.view, slots_of(op, given_k, given_v, slots, keys, values),
-      {view_of(keys), view_of(values), view_of(key_scale), view_of(value_scale), View{}, View{}});
+  reshape_and_cache(given_k.view, given_v.view, slots_of(op, given_k, given_v, slots, keys, values), cache);
 }
 
 // A layer's step of decoding: keys and values [B, Hkv, L, D] of new tokens into the cache, and attention on all there.
@@ -115,9 +114,7 @@ void paged_step_op(const Tensor& q, const Tensor& k, const Tensor& v, const Tens
                    const Tensor& values, const Optional& key_scale, const Optional& value_scale) {
   const char* const op = "paged_step";
   const DType dtype = dtype_of(q);
-  check_cache(op, keys, values, key_scale, value_scale, dtype);
-  const PagedCache cache{view_of(keys),        view_of(values), view_of(key_scale),
-                         view_of(value_scale), view_of(table),  view_of(lengths)};
+  const PagedCache cache = checked(op, keys, values, key_scale, value_scale, dtype, table, lengths);
   const Heads given_k(op, k, Layout::tokens_first, dtype), given_v(op, v, Layout::tokens_first, dtype);
   const View at = slots_of(op, given_k, given_v, slots, keys, values);
   attend(op, Heads(op, q, Layout::tokens_first, dtype), cache, sinks, {}, scale, window, softcap,

@@ -16,11 +16,10 @@ class PositionError(IndexError, ValueError):
     """A position that the table has no row for: an IndexError as in PyTorch, and a ValueError as in opsmith."""
 
 
-def check(op: str, x: Any, cos: Any, sin: Any, positions: Any, rotary_dim: int | None) -> int:
-    """Refuse wrong arguments; the number of rotated dimensions."""
+def check(op: str, x: Any, cos: Any, sin: Any, positions: Any, dims: int) -> None:
+    """Refuse wrong arguments; `dims` are rotated."""
     check_float(op, x, "q" if op == "rope_qk" else "x", least_dim=3)
-    batch, tokens = check_heads(op, x)
-    return check_table(op, x, cos, sin, positions, rotary_dim, x.shape[-1], batch, tokens)
+    check_table(op, x, cos, sin, positions, dims, x.shape[-1], *check_heads(op, x))
 
 
 def check_heads(op: str, x: Tensor) -> tuple[int, int]:
@@ -39,14 +38,13 @@ def check_table(
     cos: Any,
     sin: Any,
     positions: Any,
-    rotary_dim: int | None,
+    dims: int,
     size: int,
     batch: int,
     tokens: int,
     dtypes: tuple[torch.dtype, ...] = (),
-) -> int:
-    """Refuse a table that does not serve these tokens' heads of this size; the number of rotated dimensions."""
-    dims = size if rotary_dim is None else rotary_dim
+) -> None:
+    """Refuse a table that does not serve these tokens' heads of this size, of which `dims` are rotated."""
     check_number(op, "rotary_dim", dims, whole=True)
     if dims % 2 or not 2 <= dims <= size:
         raise ValueError(
@@ -76,14 +74,13 @@ def check_table(
                 f"{op}: cos and sin must have a row for each of the {tokens} tokens, got {given[-2]}; "
                 "make a longer table, or pass positions"
             )
-        return int(dims)
+        return
     _check_positions(op, positions, x, batch, tokens)
     if len(given) == 3 and given[0] != 1:
         raise ValueError(
             f"{op}: positions choose rows of one table, got one table for each of {given[0]} sequences; "
             "leave positions out, or pass cos and sin as [rows, D]"
         )
-    return int(dims)
 
 
 def _check_positions(op: str, positions: Any, x: Tensor, batch: int, tokens: int) -> None:

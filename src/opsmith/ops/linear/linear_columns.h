@@ -66,8 +66,7 @@ void sum_some(Factors<F> by, int64_t depth, const T* from, int64_t stride, int64
       }
     }
     for (int64_t s = begin; s < end;) {
-      const auto take = [&](auto rows) {
-        constexpr int some = decltype(rows)::value;
+      const auto take = [&]<int some>(std::integral_constant<int, some>) {
         step<R, some>(factors + (s - begin) * kTogether, from + s * stride, stride, width, sums, s == 0,
                       s + some == depth ? to : nullptr, to_stride, count);
         s += some;

@@ -399,8 +399,7 @@ void packed_linear(std::vector<PackedProduct> all, bool dynamic) {
   if (all.empty()) return;
   const PackedProduct& any = all[0];
   const QuantizedWeight& weight = any.weight;
-  with_float_types(any.x, any.y, [&](auto* in, auto* out) {
-    using T = std::remove_pointer_t<decltype(in)>;
+  with_float_types(any.x, any.y, [&]<class T, class Y>(T*, Y*) {
     auto run = [&](auto digits, auto how, int64_t block) {
       constexpr int D = decltype(digits)::value;
       std::vector<Digits<D>> rows;
@@ -408,7 +407,7 @@ void packed_linear(std::vector<PackedProduct> all, bool dynamic) {
         rows.emplace_back(one, fixed_point<D, decltype(how)::value, T>(one.x, block, kDepth, most_rows(D)),
                           rows.empty() ? 0 : rows.back().last);
       }
-      products<D, std::remove_pointer_t<decltype(out)>>(rows);
+      products<D, Y>(rows);
     };
     constexpr int digits = digits_of(std::is_same_v<T, float> ? 32 : 16);
     if (dynamic) return run(std::integral_constant<int, 1>{}, std::true_type{}, kChunk);

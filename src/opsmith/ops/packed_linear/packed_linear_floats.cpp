@@ -286,9 +286,7 @@ void multiply_few(const PackedProduct& one) {
 void packed_linear_floats(const PackedProduct& one) {
   const auto& [x, weight, bias, y] = one;
   const int64_t k = x.sizes[1], n = y.sizes[1];
-  with_float_types(x, y, [&](auto* in, auto* out) {
-    using T = std::remove_pointer_t<decltype(in)>;
-    using Y = std::remove_pointer_t<decltype(out)>;
+  with_float_types(x, y, [&]<class T, class Y>(T*, Y*) {
     if (weight.floats && x.sizes[0] <= kStreamed) {
       multiply_few<T, Y>(one);
     } else {

@@ -10,8 +10,8 @@ namespace opsmith {
 
 // n numbers of any floating-point type, from `at` on, as float.
 inline void read_floats(const View& v, int64_t at, int64_t n, float* to) {
-  with_float_type(v.dtype, [&](auto* t) {
-    const auto* from = v.as<std::remove_pointer_t<decltype(t)>>() + at;
+  with_float_type(v.dtype, [&]<class T>(T*) {
+    const T* from = v.as<T>() + at;
     for_lanes(n, [&](int64_t i, auto k) { store(to + i, load(from + i, k), k); });
   });
 }

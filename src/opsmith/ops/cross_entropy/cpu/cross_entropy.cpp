@@ -12,8 +12,8 @@ constexpr int64_t task = 8192;
 
 std::vector<int64_t> targets_of(const View& target) {
   std::vector<int64_t> all(size_t(target.sizes[0]));
-  with_id_type(target.dtype, [&](auto* t) {
-    const auto* p = target.as<std::remove_pointer_t<decltype(t)>>();
+  with_id_type(target.dtype, [&]<class Id>(Id*) {
+    const Id* p = target.as<Id>();
     for (size_t i = 0; i < all.size(); ++i) all[i] = int64_t(p[int64_t(i) * target.strides[0]]);
   });
   return all;
@@ -82,8 +82,7 @@ void forward(const View& logits, const std::vector<int64_t>& targets, const Loss
 // One loss for each row, or their sum or mean.
 void reduce(const std::vector<double>& losses, const std::vector<int64_t>& targets, const LossOptions& o,
             const View& loss) {
-  with_float_type(loss.dtype, [&](auto* t) {
-    using T = std::remove_pointer_t<decltype(t)>;
+  with_float_type(loss.dtype, [&]<class T>(T*) {
     T* const out = loss.as<T>();
     if (o.reduction == Reduction::none) {
       for (size_t i = 0; i < losses.size(); ++i)
@@ -155,8 +154,8 @@ void backward(const View& dloss, const View& logits, const std::vector<int64_t>&
                                                       : 1.0;
   const bool elsewhere = logits.data != dlogits.data;
   const bool past_cache = elsewhere && outlives_cache(rows * n * int64_t(sizeof(T)));
-  with_float_type(dloss.dtype, [&](auto* t) {
-    const auto* up = dloss.as<std::remove_pointer_t<decltype(t)>>();
+  with_float_type(dloss.dtype, [&]<class U>(U*) {
+    const U* up = dloss.as<U>();
     const int64_t step = o.reduction == Reduction::none ? dloss.strides[0] : 0;
     parallel_rows(rows, row_grain(n, task), [&](int64_t begin, int64_t end) {
       for (int64_t r = begin; r < end; ++r) {
@@ -179,8 +178,7 @@ void backward(const View& dloss, const View& logits, const std::vector<int64_t>&
 void cross_entropy(View logits, View target, const LossOptions& options, View loss, View stats) {
   const std::vector<int64_t> targets = targets_of(target);
   std::vector<double> losses(targets.size());
-  with_float_type(logits.dtype, [&](auto* t) {
-    using T = std::remove_pointer_t<decltype(t)>;
+  with_float_type(logits.dtype, [&]<class T>(T*) {
     const auto run = sizeof(T) == 2 && loss.dtype != DType::f32 ? forward<sizeof(T) == 2, T>
                                                                 : forward<false, T>;
     run(logits, targets, options, losses.data(), Stats(stats));
@@ -191,9 +189,8 @@ void cross_entropy(View logits, View target, const LossOptions& options, View lo
 void cross_entropy_backward(View dloss, View logits, View target, View stats, const LossOptions& options,
                             int64_t first, int64_t classes, View dlogits) {
   const std::vector<int64_t> targets = targets_of(target);
-  with_float_type(logits.dtype, [&](auto* t) {
-    backward<std::remove_pointer_t<decltype(t)>>(dloss, logits, targets, stats, options, first, classes,
-                                                 dlogits);
+  with_float_type(logits.dtype, [&]<class T>(T*) {
+    backward<T>(dloss, logits, targets, stats, options, first, classes, dlogits);
   });
 }
 
@@ -201,8 +198,7 @@ void cross_entropy_part(View logits, View target, const LossOptions& options, in
   const std::vector<int64_t> targets = targets_of(target);
   const int64_t n = logits.sizes[1];
   const State states{state.as<float>(), state.strides[0]};
-  with_float_type(logits.dtype, [&](auto* t) {
-    using T = std::remove_pointer_t<decltype(t)>;
+  with_float_type(logits.dtype, [&]<class T>(T*) {
     parallel_for(logits.sizes[0], row_grain(n, task), [&](int64_t begin, int64_t end) {
       for (int64_t r = begin; r < end; ++r) {
         const int64_t target = targets[size_t(r)], at = target - first;
@@ -237,8 +233,8 @@ void cross_entropy_finish(View state, View target, const LossOptions& options, i
 }
 
 void add_to_total(View part, View total) {
-  with_float_type(part.dtype, [&](auto* t) {
-    const auto* p = part.as<std::remove_pointer_t<decltype(t)>>();
+  with_float_type(part.dtype, [&]<class T>(T*) {
+    const T* p = part.as<T>();
     float* sums = total.as<float>();
     parallel_for(part.sizes[0], 4 * task, [&](int64_t begin, int64_t end) {
       for_lanes(end - begin, [&](int64_t i, auto k) {

@@ -120,8 +120,8 @@ void scatter(const std::vector<Place>& places, const View& dy, int64_t padding_i
 
 int64_t first_bad_id(View ids, int64_t rows) {
   int64_t bad = -1;
-  with_id_type(ids.dtype, [&](auto* t) {
-    const auto* id = ids.as<std::remove_pointer_t<decltype(t)>>();
+  with_id_type(ids.dtype, [&]<class Id>(Id*) {
+    const Id* id = ids.as<Id>();
     const int64_t tokens = ids.sizes[0], step = ids.strides[0];
     bool outside = false;  // without an exit in the loop, it is vectorized
     for (int64_t i = 0; i < tokens; ++i) outside |= uint64_t(int64_t(id[i * step])) >= uint64_t(rows);
@@ -134,16 +134,14 @@ int64_t first_bad_id(View ids, int64_t rows) {
 
 void embedding(View ids, View table, View y) {
   if (y.sizes[1] == 0) return;  // such tensors may have no memory, which not even a copy of nothing may touch
-  with_id_type(ids.dtype, [&](auto* t) { gather<std::remove_pointer_t<decltype(t)>>(ids, table, y); });
+  with_id_type(ids.dtype, [&]<class Id>(Id*) { gather<Id>(ids, table, y); });
 }
 
 void embedding_backward(View dy, View ids, int64_t padding_idx, bool zeroed, View dtable) {
   if (dtable.sizes[1] == 0) return;
-  with_id_type(ids.dtype, [&](auto* t) {
-    const auto places = by_row<std::remove_pointer_t<decltype(t)>>(ids, dtable.sizes[0]);
-    with_float_type(dtable.dtype, [&](auto* e) {
-      scatter<std::remove_pointer_t<decltype(e)>>(places, dy, padding_idx, zeroed, dtable);
-    });
+  with_id_type(ids.dtype, [&]<class Id>(Id*) {
+    const auto places = by_row<Id>(ids, dtable.sizes[0]);
+    with_float_type(dtable.dtype, [&]<class T>(T*) { scatter<T>(places, dy, padding_idx, zeroed, dtable); });
   });
 }
 

@@ -75,15 +75,12 @@ void gather(const View& ids, const Table& table, int64_t ahead, const RowCache& 
 void quantized_embedding(View ids, View table, View scale, int64_t ahead, View next_ids,
                          const RowCache& cache, View y) {
   const Table rows(table, scale);
-  with_id_type(ids.dtype, [&](auto* i) {
-    with_float_type(y.dtype, [&](auto* t) {
-      gather<std::remove_pointer_t<decltype(i)>, std::remove_pointer_t<decltype(t)>>(ids, rows, ahead, cache,
-                                                                                     y);
-    });
+  with_id_type(ids.dtype, [&]<class Id>(Id*) {
+    with_float_type(y.dtype, [&]<class T>(T*) { gather<Id, T>(ids, rows, ahead, cache, y); });
   });
   if (!next_ids.defined()) return;
-  with_id_type(next_ids.dtype, [&](auto* i) {
-    const auto* id = next_ids.as<std::remove_pointer_t<decltype(i)>>();
+  with_id_type(next_ids.dtype, [&]<class Id>(Id*) {
+    const Id* id = next_ids.as<Id>();
     for (int64_t t = 0; t < next_ids.sizes[0]; ++t) rows.ask(int64_t(id[t * next_ids.strides[0]]));
   });
 }

@@ -27,8 +27,8 @@ Visits sorted(const View& ids, const View& weights, int64_t experts) {
   Visits found;
   found.token.reserve(place.size());
   found.weight.reserve(place.size());
-  with_float_type(weights.dtype, [&](auto* t) {
-    const auto* numbers = weights.as<std::remove_pointer_t<decltype(t)>>();
+  with_float_type(weights.dtype, [&]<class T>(T*) {
+    const T* numbers = weights.as<T>();
     for (int64_t at : place) {
       const int64_t expert = id(at), token = at / each;
       const float weight = to_float(numbers[token * weights.strides[0] + at % each]);
@@ -161,9 +161,7 @@ void experts(const View& x, const Experts& all, const View& ids, const View& wei
   const int64_t tokens = x.sizes[0], d = x.sizes[1];
   if (tokens == 0 || d == 0) return;
   Visits visits;
-  with_id_type(ids.dtype, [&](auto* t) {
-    visits = sorted<std::remove_pointer_t<decltype(t)>>(ids, weights, all.count);
-  });
+  with_id_type(ids.dtype, [&]<class Id>(Id*) { visits = sorted<Id>(ids, weights, all.count); });
   const Kept<3> memory(tokens * d * int64_t(sizeof(float)));
   float* const sums = memory.as<float>();
   std::fill_n(sums, tokens * d, 0.0f);
@@ -174,8 +172,7 @@ void experts(const View& x, const Experts& all, const View& ids, const View& wei
     if (full) together.emplace_back();
     together.back().push_back(g);
   }
-  with_float_type(x.dtype, [&](auto* t) {
-    using T = std::remove_pointer_t<decltype(t)>;
+  with_float_type(x.dtype, [&]<class T>(T*) {
     for (const std::vector<Group>& groups : together) experts_together<T>(x, all, visits, groups, sums);
     parallel_for(tokens, row_grain(d, 16384), [&](int64_t begin, int64_t end) {
       for (int64_t r = begin; r < end; ++r) {

@@ -21,9 +21,8 @@ class Middle {
   template <class To>
   void operator()(const float* sums, int64_t apart, int64_t n, To* to) const {
     if (!interleaved()) {
-      return with_curve<float>(activation_, [&](auto* curve) {
-        run<std::remove_pointer_t<decltype(curve)>>(sums, sums + apart, n, 0.0f, to);
-      });
+      return with_curve<float>(activation_,
+                               [&]<class Curve>(Curve*) { run<Curve>(sums, sums + apart, n, 0.0f, to); });
     }
     constexpr int64_t kSome = 64;
     float gate[kSome], up[kSome];

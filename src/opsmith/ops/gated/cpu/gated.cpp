@@ -75,20 +75,16 @@ void backward(const View& dy, const View& gate, const View& up, const View& dgat
 
 void gated(View gate, View up, int64_t activation, View y) {
   const GateAndUp in(gate, up);
-  with_float_type(y.dtype, [&](auto* t) {
-    using T = std::remove_pointer_t<decltype(t)>;
-    with_curve<T>(activation,
-                  [&](auto* c) { forward<T, std::remove_pointer_t<decltype(c)>>(in.first, in.second, y); });
+  with_float_type(y.dtype, [&]<class T>(T*) {
+    with_curve<T>(activation, [&]<class F>(F*) { forward<T, F>(in.first, in.second, y); });
   });
 }
 
 void gated_backward(View dy, View gate, View up, int64_t activation, View dgate, View dup) {
   const GateAndUp in(gate, up), out(dgate, dup);
-  with_float_type(dy.dtype, [&](auto* t) {
-    using T = std::remove_pointer_t<decltype(t)>;
-    with_curve<T>(activation, [&](auto* c) {
-      backward<T, std::remove_pointer_t<decltype(c)>>(dy, in.first, in.second, out.first, out.second);
-    });
+  with_float_type(dy.dtype, [&]<class T>(T*) {
+    with_curve<T>(activation,
+                  [&]<class F>(F*) { backward<T, F>(dy, in.first, in.second, out.first, out.second); });
   });
 }
 

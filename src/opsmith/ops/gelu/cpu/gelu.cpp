@@ -30,8 +30,7 @@ void forward(const View& x, const View& bias, const View& y) {
 }  // namespace
 
 void gelu(View x, View bias, bool tanh, View y) {
-  with_float_type(x.dtype, [&](auto* t) {
-    using T = std::remove_pointer_t<decltype(t)>;
+  with_float_type(x.dtype, [&]<class T>(T*) {
     tanh ? forward<T, GeluTanh<T>>(x, bias, y) : forward<T, Gelu<T>>(x, bias, y);
   });
 }

@@ -69,8 +69,7 @@ void backward_of_bias(const View& dy, const View& x, const View& bias, const Vie
 }  // namespace
 
 void gelu_backward(View dy, View x, View bias, bool tanh, View dx, View dbias) {
-  with_float_type(x.dtype, [&](auto* t) {
-    using T = std::remove_pointer_t<decltype(t)>;
+  with_float_type(x.dtype, [&]<class T>(T*) {
     if (dbias.defined()) {
       const auto run = tanh ? backward_of_bias<T, GeluTanh<T>> : backward_of_bias<T, Gelu<T>>;
       return run(dy, x, bias, dx, dbias);

@@ -38,11 +38,9 @@ void layer_norm(View x, View residual, View weight, View bias, double eps, View 
                 View rstd) {
   const int64_t n = x.sizes[1];
   if (x.sizes[0] == 0 || n == 0) return;
-  with_float_type(x.dtype, [&](auto* t) {
-    using T = std::remove_pointer_t<decltype(t)>;
+  with_float_type(x.dtype, [&]<class T>(T*) {
     const LayerNorm<T> norm{n, float(eps), mean.as<float>(), rstd.as<float>()};
-    with_parameter_type<T>(false, weight, bias, [&](auto* p) {
-      using P = std::remove_pointer_t<decltype(p)>;
+    with_parameter_type<T>(false, weight, bias, [&]<class P>(P*) {
       const Parameter<T, P> w(weight, n, 1.0f), b(bias, n, 0.0f);
       auto parameters = [w = w.data(), b = b.data()](int64_t i, auto k) {
         return std::make_pair(load(w + i, k), load(b + i, k));

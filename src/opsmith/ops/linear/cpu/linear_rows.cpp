@@ -66,8 +66,7 @@ void in_lanes(const View& x, const T* weight, int64_t stride, int64_t n, int64_t
 void linear_rows(View x, View weight, View bias, View residual, Activation activation, View y) {
   const int64_t rows = x.sizes[0], n = weight.sizes[0], k = weight.sizes[1];
   if (rows == 0 || n == 0) return;
-  with_float_type(x.dtype, [&](auto* t) {
-    using T = std::remove_pointer_t<decltype(t)>;
+  with_float_type(x.dtype, [&]<class T>(T*) {
     const auto behind = epilogue<T>(bias, residual, activation, y);
     const int64_t grain = std::max<int64_t>(1, kWork / std::max<int64_t>(1, rows * k * kPanel));
     if constexpr (WordProduct<T, T>::exists) {

@@ -39,8 +39,7 @@ void product(Factors<F> by, int64_t count, int64_t depth, const T* from, int64_t
 
 void linear_rows_backward(View dy, View x, View weight, View dx, View dweight, View dbias) {
   const int64_t m = dy.sizes[0], n = dy.sizes[1];
-  with_float_type(dy.dtype, [&](auto* t) {
-    using T = std::remove_pointer_t<decltype(t)>;
+  with_float_type(dy.dtype, [&]<class T>(T*) {
     const T* const from = dy.as<T>();
     const int64_t stride = dy.strides[0];
     if (dx.defined()) {

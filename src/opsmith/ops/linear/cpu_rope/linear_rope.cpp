@@ -79,9 +79,7 @@ int64_t linear_rope_group(int64_t head_dim) {
 void linear_rope(View x, View packed, View bias, View cos, View sin, View positions, Rotation rotation,
                  View q, View k, View v) {
   const int64_t group = linear_rope_group(q.sizes[q.dim - 1]);
-  auto run = [&](auto* t, auto* c) {
-    using T = std::remove_pointer_t<decltype(t)>;
-    using C = std::remove_pointer_t<decltype(c)>;
+  auto run = [&]<class T, class C>(T*, C*) {
     const Table<C> table{cos, sin, positions, rotation.dims / 2};
     packed_product<T>(x, packed, group,
                       Projection<T, C>{bias.as<T>(), Heads(q), Heads(k), Heads(v), table, rotation});

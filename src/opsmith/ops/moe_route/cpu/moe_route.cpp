@@ -78,8 +78,8 @@ void route(const View& logits, const View& bias, const Routing& how, const View&
       scores_of(logits.as<T>() + t * logits.strides[0], experts, how.sigmoid, wide, scores);
       const float *by = wide, *groups_by = how.sigmoid ? scores : wide;
       if (bias.defined()) {
-        with_float_type(bias.dtype, [&](auto* b) {
-          const auto* add = bias.as<std::remove_pointer_t<decltype(b)>>();
+        with_float_type(bias.dtype, [&]<class B>(B*) {
+          const B* add = bias.as<B>();
           for_lanes(experts, [&](int64_t i, auto lanes) {
             store(sums + i, load(scores + i, lanes) + load(add + i, lanes), lanes);
           });
@@ -150,16 +150,12 @@ void back(const View& dweights, const View& logits, const View& ids, const Routi
 
 void moe_route(const View& logits, const View& bias, const Routing& how, const View& ids,
                const View& weights) {
-  with_float_type(logits.dtype, [&](auto* t) {
-    route<std::remove_pointer_t<decltype(t)>>(logits, bias, how, ids, weights);
-  });
+  with_float_type(logits.dtype, [&]<class T>(T*) { route<T>(logits, bias, how, ids, weights); });
 }
 
 void moe_route_backward(const View& dweights, const View& logits, const View& ids, const Routing& how,
                         const View& dlogits) {
-  with_float_type(logits.dtype, [&](auto* t) {
-    back<std::remove_pointer_t<decltype(t)>>(dweights, logits, ids, how, dlogits);
-  });
+  with_float_type(logits.dtype, [&]<class T>(T*) { back<T>(dweights, logits, ids, how, dlogits); });
 }
 
 }  // namespace opsmith

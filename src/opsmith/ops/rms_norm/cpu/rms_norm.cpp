@@ -53,11 +53,9 @@ void rms_norm(View x, View residual, View weight, double eps, double offset, boo
               View summed, View rstd) {
   const int64_t n = x.sizes[1];
   if (x.sizes[0] == 0 || n == 0) return;
-  with_float_type(x.dtype, [&](auto* t) {
-    using T = std::remove_pointer_t<decltype(t)>;
+  with_float_type(x.dtype, [&]<class T>(T*) {
     const RmsNorm<T> norm{n, float(eps), round_first, rstd.as<float>()};
-    with_parameter_type<T>(offset != 0.0, weight, View{}, [&](auto* p) {
-      using P = std::remove_pointer_t<decltype(p)>;
+    with_parameter_type<T>(offset != 0.0, weight, View{}, [&]<class P>(P*) {
       const Parameter<T, P> w(weight, n, 1.0f, float(offset));
       norm_forward<T>(
           x, residual, y, summed, [w = w.data()](int64_t i, auto k) { return load(w + i, k); }, norm);

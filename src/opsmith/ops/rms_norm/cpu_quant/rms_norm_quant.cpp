@@ -33,8 +33,7 @@ void rms_norm_quant(View x, View weight, View bias, double eps, View scale, View
   const float shift = offset.defined() ? *offset.as<float>() : 0.0f;
   const FloatVector gamma(weight), beta(bias);
   const int64_t n = x.sizes[1];
-  with_float_type(x.dtype, [&](auto* t) {
-    using T = std::remove_pointer_t<decltype(t)>;
+  with_float_type(x.dtype, [&]<class T>(T*) {
     parallel_for(x.sizes[0], row_grain(n, 16384), [&](int64_t begin, int64_t end) {
       float* const y = scratch(n + W);
       for (int64_t r = begin; r < end; ++r) {

@@ -228,8 +228,8 @@ inline Masked unpack_mask(const View& mask, int64_t offset, int64_t n, float* bi
     }
     return {n, kept < n};
   }
-  with_float_type(mask.dtype, [&](auto* t) {
-    const auto* p = mask.as<std::remove_pointer_t<decltype(t)>>() + offset;
+  with_float_type(mask.dtype, [&]<class T>(T*) {
+    const T* p = mask.as<T>() + offset;
     if (stride == 1) {
       for_lanes(n, [&](int64_t i, auto k) { store(bias + i, load(p + i, k), k); });
     } else {
@@ -394,15 +394,11 @@ void backward(const View& dy, const View& y, float scale, const View& dx) {
 
 void softmax(View x, View mask, double scale, bool causal, int64_t method, View y) {
   if (x.sizes[2] == 0) return;
-  with_float_type(x.dtype, [&](auto* t) {
-    using T = std::remove_pointer_t<decltype(t)>;
-    forward<T>(x, mask, float(scale), causal, method, y);
-  });
+  with_float_type(x.dtype, [&]<class T>(T*) { forward<T>(x, mask, float(scale), causal, method, y); });
 }
 
 void softmax_backward(View dy, View y, double scale, View dx) {
-  with_float_type(y.dtype,
-                  [&](auto* t) { backward<std::remove_pointer_t<decltype(t)>>(dy, y, float(scale), dx); });
+  with_float_type(y.dtype, [&]<class T>(T*) { backward<T>(dy, y, float(scale), dx); });
 }
 
 }  // namespace opsmith

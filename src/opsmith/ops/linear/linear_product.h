@@ -134,7 +134,7 @@ inline Split split_product(int64_t m, int64_t most_rows, int64_t groups, int64_t
     ++blocks;
   }
   const int64_t cost = depth * group * kPanel * (ceil_div(m, blocks) + 4);
-  return {blocks, groups, std::max<int64_t>(1, (int64_t{1} << 18) / std::max<int64_t>(1, cost))};
+  return {blocks, groups, row_grain(cost, 1 << 18)};
 }
 
 // A weight that was packed: a block of a panel is where it lies, and what follows it can be asked for ahead.

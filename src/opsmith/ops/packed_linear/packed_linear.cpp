@@ -321,9 +321,8 @@ void products(const std::vector<Digits<D>>& all) {
     cost = std::max(cost, one.x.depth * kColumns * (ceil_div(one.x.rows, one.row_blocks) + 4));
     tiles = std::max(tiles, ceil_div(one.x.tiles, one.row_blocks));
   }
-  const int64_t grain = std::max<int64_t>(1, (int64_t{1} << 18) / std::max<int64_t>(1, cost));
   const int64_t sums_size = most_rows(D) * tiles * kColumns;
-  parallel_shares(all.back().last, grain, [&](int64_t begin, int64_t end) {
+  parallel_shares(all.back().last, row_grain(cost, 1 << 18), [&](int64_t begin, int64_t end) {
     float* const sums = scratch(sums_size);
     auto one = std::upper_bound(all.begin(), all.end(), begin,
                                 [](int64_t task, const Digits<D>& it) { return task < it.last; });

@@ -263,8 +263,7 @@ void multiply_few(const PackedProduct& one) {
   using X = typename Form::X;
   const Kept<0> wide(m * depth / Form::per_x * int64_t(sizeof(X)));
   expand<T>(x, wide.as<X>(), depth / Form::per_x);
-  const int64_t grain = std::max<int64_t>(1, (int64_t{1} << 16) / std::max<int64_t>(1, depth * kColumns));
-  parallel_for(ceil_div(n, kColumns), grain, [&](int64_t begin, int64_t end) {
+  parallel_for(ceil_div(n, kColumns), row_grain(depth * kColumns, 1 << 16), [&](int64_t begin, int64_t end) {
     float sums[kStreamed * kColumns];
     for (int64_t panel = begin; panel < end; ++panel) {
       const int64_t column = panel * kColumns, columns = std::min(kColumns, n - column);

@@ -97,16 +97,13 @@ void multiply(T* rows, DType dtype, int64_t stride, int64_t k, const Weights& we
   }
   packed_linear(std::move(packed), weights.dynamic);
   if (streamed.empty()) return;
-  const auto grain = [&](int64_t wide) {
-    return std::max<int64_t>(1, kWork / std::max<int64_t>(1, k * wide));
-  };
   const int64_t some = int64_t(streamed.size()), apart = weights.plain.strides[by_rows ? 1 : 2];
   if (by_rows) {
-    few::products(streamed.data(), some, stride, apart, n, k, grain(kPanel),
+    few::products(streamed.data(), some, stride, apart, n, k, row_grain(k * kPanel, kWork),
                   [&](const auto& one, int64_t row, int some, int64_t column, int64_t width,
                       const float* sums) { Store{one.to, n}(row, some, column, width, sums, 0); });
   } else {
-    columns::products(streamed.data(), some, stride, apart, n, k, grain(columns::kWidth));
+    columns::products(streamed.data(), some, stride, apart, n, k, row_grain(k * columns::kWidth, kWork));
   }
 }
 

@@ -39,14 +39,13 @@ struct Gradient {
   }
 
   void run() const {
-    const int64_t cost = m * rows * columns;
-    const int64_t grain = std::max<int64_t>(1, (int64_t{1} << 18) / cost);
-    parallel_for(row_blocks * column_blocks, grain, [&](int64_t begin, int64_t end) {
-      float* const memory = scratch(columns * kDepth + rows / ROWS * kStrip + ROWS * PANEL);
-      for (int64_t task = begin; task < end; ++task) {
-        block(task / column_blocks * rows, task % column_blocks * columns, memory);
-      }
-    });
+    parallel_for(row_blocks * column_blocks, row_grain(m * rows * columns, 1 << 18),
+                 [&](int64_t begin, int64_t end) {
+                   float* const memory = scratch(columns * kDepth + rows / ROWS * kStrip + ROWS * PANEL);
+                   for (int64_t task = begin; task < end; ++task) {
+                     block(task / column_blocks * rows, task % column_blocks * columns, memory);
+                   }
+                 });
   }
 
   void block(int64_t row, int64_t column, float* memory) const {

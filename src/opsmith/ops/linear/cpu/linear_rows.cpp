@@ -68,7 +68,7 @@ void linear_rows(View x, View weight, View bias, View residual, Activation activ
   if (rows == 0 || n == 0) return;
   with_float_type(x.dtype, [&]<class T>(T*) {
     const auto behind = epilogue<T>(bias, residual, activation, y);
-    const int64_t grain = std::max<int64_t>(1, kWork / std::max<int64_t>(1, rows * k * kPanel));
+    const int64_t grain = row_grain(rows * k * kPanel, kWork);
     if constexpr (WordProduct<T, T>::exists) {
       const auto lanes = [&](auto v, auto g) {
         in_lanes<v(), g()>(x, weight.as<T>(), weight.strides[0], n, grain,

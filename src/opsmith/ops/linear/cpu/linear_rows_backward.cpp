@@ -22,8 +22,7 @@ void product(Factors<F> by, int64_t count, int64_t depth, const T* from, int64_t
   }
   const int64_t blocks = (count + kTogether - 1) / kTogether, panels = (columns + kWidth - 1) / kWidth;
   const int64_t work = std::min<int64_t>(count, kTogether) * depth * std::min(columns, kWidth);
-  const int64_t grain = std::max<int64_t>(1, kWork / std::max<int64_t>(1, work));
-  parallel_shares(panels * blocks, grain, [&](int64_t begin, int64_t end) {
+  parallel_shares(panels * blocks, row_grain(work, kWork), [&](int64_t begin, int64_t end) {
     for (int64_t task = begin; task < end; ++task) {
       const int64_t row = task % blocks * kTogether, column = task / blocks * kWidth;
       const int64_t some = std::min<int64_t>(kTogether, count - row),

@@ -32,12 +32,22 @@ void read_row(ExpSum& s, const T* x, int64_t n, int64_t target, const LossOption
   }
 }
 
+// What the backward needs of every row: two rows of stats, or nothing.
+struct Stats {
+  float *pivots, *log_totals;
+  explicit Stats(const View& v)
+      : pivots(v.as<float>()), log_totals(v.defined() ? pivots + v.strides[0] : nullptr) {}
+  void keep(int64_t r, float pivot, float log_total) const {
+    if (pivots) pivots[r] = pivot, log_totals[r] = log_total;
+  }
+};
+
 // loss = (1 - smoothing) * (lse - z_target) + smoothing * (lse - mean(z)) + z_loss * lse^2, with lse = pivot +
 // log(total). Differences first: lse and z_target may both be 1e4, and the loss 1e-3.
-double row_loss(const ExpSum& s, float z_target, int64_t n, const LossOptions& o, float* pivot,
-                float* log_total) {
+double row_loss(const ExpSum& s, float z_target, int64_t n, const LossOptions& o, const Stats& stats,
+                int64_t r) {
   const double above = s.log_total();
-  if (pivot) *pivot = s.pivot, *log_total = float(above);
+  stats.keep(r, s.pivot, float(above));
   double loss = (double(s.pivot) - double(z_target)) + above;
   if (o.label_smoothing != 0) {
     const double mean = (double(s.pivot) - s.values / double(n)) + above;
@@ -46,18 +56,6 @@ double row_loss(const ExpSum& s, float z_target, int64_t n, const LossOptions& o
   const double lse = double(s.pivot) + above;
   return o.z_loss == 0 ? loss : loss + o.z_loss * lse * lse;
 }
-
-// What the backward needs of every row: two rows of stats, or nothing.
-struct Stats {
-  float *pivots, *log_totals;
-  explicit Stats(const View& v)
-      : pivots(v.as<float>()), log_totals(v.defined() ? pivots + v.strides[0] : nullptr) {}
-  float* pivot(int64_t r) const { return pivots ? pivots + r : nullptr; }
-  float* log_total(int64_t r) const { return pivots ? log_totals + r : nullptr; }
-  void ignore(int64_t r) const {
-    if (pivots) pivots[r] = log_totals[r] = 0;
-  }
-};
 
 template <bool coarse, class T>
 void forward(const View& logits, const std::vector<int64_t>& targets, const LossOptions& o, double* losses,
@@ -68,13 +66,13 @@ void forward(const View& logits, const std::vector<int64_t>& targets, const Loss
       const int64_t target = targets[size_t(r)];
       if (target == o.ignore_index) {
         losses[r] = 0;
-        stats.ignore(r);
+        stats.keep(r, 0, 0);
         continue;
       }
       const T* x = logits.as<T>() + r * logits.strides[0];
       ExpSum s;
       read_row<coarse>(s, x, n, target, o);
-      losses[r] = row_loss(s, to_float(x[target]), n, o, stats.pivot(r), stats.log_total(r));
+      losses[r] = row_loss(s, to_float(x[target]), n, o, stats, r);
     }
   });
 }
@@ -223,10 +221,9 @@ void cross_entropy_finish(View state, View target, const LossOptions& options, i
   for (size_t i = 0; i < targets.size(); ++i) {
     const int64_t r = int64_t(i);
     if (targets[i] == options.ignore_index) {
-      kept.ignore(r);
+      kept.keep(r, 0, 0);
     } else {
-      losses[i] = row_loss(states.load(r), states.z_target(r), classes, options, kept.pivot(r),
-                           kept.log_total(r));
+      losses[i] = row_loss(states.load(r), states.z_target(r), classes, options, kept, r);
     }
   }
   reduce(losses, targets, options, loss);

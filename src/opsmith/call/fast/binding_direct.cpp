@@ -339,7 +339,7 @@ PyObject* in_huge_pages(PyObject*, PyObject* given) {
   return Py_NewRef(given);
 }
 
-PyMethodDef functions[] = {{"in_huge_pages", in_huge_pages, METH_O, nullptr}, {nullptr, nullptr, 0, nullptr}};
+PyMethodDef for_large_memory = {"in_huge_pages", in_huge_pages, METH_O, nullptr};
 
 PyObject* text(PyObject* me) {
   return PyUnicode_FromFormat("<kernel %U>", reinterpret_cast<Kernel*>(me)->name);
@@ -386,16 +386,8 @@ EXPORT int opsmith_direct_begin(PyObject* tensor, PyObject* parameter, void* imp
   return PyType_Ready(&type) == 0;
 }
 
-// What Python has of its own too, by name.
-EXPORT PyObject* opsmith_direct_functions() {
-  PyObject* const found = PyDict_New();
-  for (PyMethodDef* one = functions; found && one->ml_name; ++one) {
-    PyObject* const function = PyCFunction_New(one, nullptr);
-    if (function) PyDict_SetItemString(found, one->ml_name, function);
-    Py_XDECREF(function);
-  }
-  return found;
-}
+// What Python has of its own too.
+EXPORT PyObject* opsmith_direct_in_huge_pages() { return PyCFunction_New(&for_large_memory, nullptr); }
 
 // The results of a signature, each a tuple: place, when, unless, like, dtype_of, dtype, halved_without, onto, pieces. nullptr and an exception for others.
 static std::vector<Result>* results_of(PyObject* all) {

@@ -137,7 +137,7 @@ def begin(path: Path) -> None:
         for name in [n for n in _waiting if kernels.opsmith_kernel(n.encode())]:
             for do in _waiting.pop(name):
                 do()
-    globals().update(caller.opsmith_direct_functions())
+    globals()["in_huge_pages"] = caller.opsmith_direct_in_huge_pages()
 
 
 def not_built_yet() -> list[build.Library]:
@@ -177,7 +177,7 @@ def library() -> ctypes.PyDLL | None:
     found = opened(made_for_this_python("direct", SOURCE))
     if found is None:
         return None
-    for function in (found.opsmith_direct, found.opsmith_direct_functions):
+    for function in (found.opsmith_direct, found.opsmith_direct_in_huge_pages):
         function.restype = ctypes.py_object
     py_object = ctypes.py_object
     kernel: tuple[Any, ...] = ctypes.c_void_p, ctypes.c_char_p, *[py_object] * 4, ctypes.c_int

@@ -115,8 +115,6 @@ bool is_floating(const c10::TensorImpl* t) {
 
 using Sizes = c10::SmallVector<int64_t, 6>;
 
-c10::TensorImpl* impl_of(Value value) { return reinterpret_cast<c10::TensorImpl*>(value); }
-
 // How a result is to lie: contiguous where there are no strides.
 struct Layout {
   Sizes sizes;
@@ -255,9 +253,7 @@ int outputs(const Kernel* self, const Value* values) {
 // Whether autograd would record the call.
 bool wants_gradient(const Kernel* self, const Value* values) {
   for (int i = 0; i < self->count; ++i) {
-    if (is_tensor(self->types[i]) && values[i] != 0 &&
-        reinterpret_cast<c10::TensorImpl*>(values[i])->requires_grad())
-      return true;
+    if (is_tensor(self->types[i]) && values[i] != 0 && impl_of(values[i])->requires_grad()) return true;
   }
   return false;
 }

@@ -105,8 +105,6 @@ struct AllHeld {
   }
 };
 
-c10::TensorImpl* impl_of(Value value) { return reinterpret_cast<c10::TensorImpl*>(value); }
-
 Value value_of(const at::TensorBase& t) {
   return t.defined() ? reinterpret_cast<Value>(t.unsafeGetTensorImpl()) : 0;
 }

@@ -95,6 +95,8 @@ struct Kernel {
   char types[kMost];  // T tensor, o tensor or None, y output, p output or None, i int, f float, g float or None, b bool
 };
 
+inline c10::TensorImpl* impl_of(Value value) { return reinterpret_cast<c10::TensorImpl*>(value); }
+
 inline bool is_output(char type) { return type == 'y' || type == 'p'; }
 inline bool is_tensor(char type) { return is_output(type) || type == 'T' || type == 'o'; }
 inline bool is_optional(char type) { return type == 'o' || type == 'p'; }
@@ -185,7 +187,7 @@ inline void lend(Direct direct, const char* types, int count, Value* values) {
   Tensor tensors[kMost];
   for (int i = 0; i < count; ++i) {
     if (!is_tensor(types[i]) || values[i] == 0) continue;
-    tensors[i] = lent(reinterpret_cast<c10::TensorImpl*>(values[i]));
+    tensors[i] = lent(impl_of(values[i]));
     values[i] = reinterpret_cast<Value>(&tensors[i]);
   }
   direct(values);

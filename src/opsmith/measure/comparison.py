@@ -107,9 +107,8 @@ class Comparison:
 
     def to_json(self) -> dict[str, Any]:
         """Everything, samples included, as plain values."""
-        return {
-            "column": self.column,
-            "checked": self.checked,
+        of_each = ("samples", "inner", "dropped")
+        return {name: value for name, value in vars(self).items() if name not in of_each} | {
             "contestants": {
                 name: {
                     "median": self.median(name),
@@ -120,16 +119,8 @@ class Comparison:
                 }
                 for name, samples in self.samples.items()
             },
-            "orders": [list(order) for order in self.orders],
-            "seed": self.seed,
-            "min_time": self.min_time,
-            "stopwatch": self.stopwatch,
-            "taken": self.taken,
             "machine": self.machine.to_json(),
             "roofs": self.roofs.to_json() if self.roofs else None,
-            "notes": dict(self.notes),
-            "messages": list(self.messages),
-            "share": self.share,
         }
 
 

@@ -202,7 +202,8 @@ class _Experts(Call):
         return native(values[0], _OP)  # gradients are written in Python
 
     def explain(self, values: Sequence[Any]) -> None:
-        check_ids(values[3], len(values[2]))
+        known = self.named(values)
+        check_ids(known["ids"], len(known["down"]))
 
     def taken(self, of: Any, t: Tensor | None) -> Tensor | None:
         if t is None:
@@ -261,9 +262,6 @@ class _Packed(_Experts):
 
     def supported(self, values: Sequence[Any], *more: str) -> Supports:
         return native(values[0], "experts_packed") if values[0].is_cpu else "packed they have no kernel there"
-
-    def explain(self, values: Sequence[Any]) -> None:
-        check_ids(values[9], len(values[5]))
 
     def taken(self, of: Any, t: Tensor | None) -> Tensor | None:
         return t if of.sizes[:1] == ("...",) else super().taken(of, t)

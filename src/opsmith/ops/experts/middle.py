@@ -11,6 +11,7 @@ from torch import Tensor
 SILU, GELU, GELU_TANH, SWIGLU_OSS = range(4)
 ACTIVATIONS = {"silu": SILU, "gelu": GELU, "gelu_tanh": GELU_TANH, "swiglu_oss": SWIGLU_OSS}
 OSS_ALPHA = 1.702
+_HOW = {GELU: "none", GELU_TANH: "tanh"}  # F.gelu is asked for them
 
 
 def halves(between: Tensor, activation: int) -> tuple[Tensor, Tensor]:
@@ -23,14 +24,17 @@ def halves(between: Tensor, activation: int) -> tuple[Tensor, Tensor]:
 
 def middle(between: Tensor, activation: int, limit: float) -> Tensor:
     """[..., I] of gate and up [..., 2I]."""
-    gate, up = halves(between, activation)
+    _, value, factor = _factors(*halves(between, activation), activation, limit)
+    return value * factor
+
+
+def _factors(gate: Tensor, up: Tensor, activation: int, limit: float) -> tuple[Tensor, Tensor, Tensor]:
+    """The gate within its limit, its activation, and what that is multiplied by."""
     if limit < math.inf:
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
     if activation == SWIGLU_OSS:
-        return (up + 1) * (gate * torch.sigmoid(gate * OSS_ALPHA))
-    if activation == SILU:
-        return F.silu(gate) * up
-    return F.gelu(gate, approximate="tanh" if activation == GELU_TANH else "none") * up
+        return gate, gate * torch.sigmoid(gate * OSS_ALPHA), up + 1
+    return gate, F.silu(gate) if activation == SILU else F.gelu(gate, approximate=_HOW[activation]), up
 
 
 def middle_backward(
@@ -42,27 +46,18 @@ def middle_backward(
     """
     aten = torch.ops.aten
     raw_gate, raw_up = (t.float() for t in halves(between, activation))
-    gate, up = raw_gate, raw_up
-    if limit < math.inf:
-        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-    if activation == SWIGLU_OSS:
-        value, up = gate * torch.sigmoid(gate * OSS_ALPHA), up + 1
-    elif activation == SILU:
-        value = F.silu(gate)
-    else:
-        how = "tanh" if activation == GELU_TANH else "none"
-        value = F.gelu(gate, approximate=how)
-    acted = (value * up).to(between.dtype)
+    gate, value, factor = _factors(raw_gate, raw_up, activation, limit)
+    acted = (value * factor).to(between.dtype)
     if not wanted:
         return acted, None
     slope = through * share
-    dvalue = slope * up
+    dvalue = slope * factor
     if activation == SWIGLU_OSS:  # g sigmoid(a g) is silu(a g) / a, whose slope is silu'(a g)
         dgate = aten.silu_backward(dvalue, gate * OSS_ALPHA)
     elif activation == SILU:
         dgate = aten.silu_backward(dvalue, gate)
     else:
-        dgate = aten.gelu_backward(dvalue, gate, approximate=how)
+        dgate = aten.gelu_backward(dvalue, gate, approximate=_HOW[activation])
     dup = slope * value
     if limit < math.inf:
         dgate = dgate.masked_fill(raw_gate > limit, 0.0)

@@ -1,8 +1,12 @@
 // Registers softmax and its backward pass, and checks what their memory safety needs.
 #include "binding.h"
-#include "softmax.h"
 
 namespace opsmith {
+
+// x, mask, y [outer, L, S]; method 0 auto, 1 stable, 2 fast.
+void softmax(View x, View mask, double scale, bool causal, int64_t method, View y);
+void softmax_backward(View dy, View y, double scale, View dx);
+
 namespace {
 
 // Scores [outer, L, S]; or rows of any number of dimensions as [1, rows, n], where nothing depends on the place of a row.

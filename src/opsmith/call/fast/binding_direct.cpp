@@ -113,22 +113,13 @@ bool is_floating(const c10::TensorImpl* t) {
   return dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf;
 }
 
-using Sizes = c10::SmallVector<int64_t, 6>;
-
-// How a result is to lie: contiguous where there are no strides.
-struct Layout {
-  Sizes sizes;
-  Strides strides;
-  at::ScalarType dtype;
-};
-
 // That of a result as the signature declares it; the call may name another dtype.
 bool declared(const Result& result, const Value* values, PyObject* given, Layout& found) {
   if (result.like >= 0) {
     const c10::TensorImpl* const like = impl_of(values[result.like]);
     if (!like) return false;
     found = {{like->sizes().begin(), like->sizes().end()},
-             layout_of(like),
+             strides_like(like),
              c10::typeMetaToScalarType(like->dtype())};
     return true;
   }
@@ -227,9 +218,7 @@ bool make(const Kernel* self, PyObject** placed, PyObject* out, Value* values, M
       ++taken;
       continue;
     }
-    if (made.count == kMostMade ||
-        !fresh(layout.sizes, layout.dtype, made.tensors[made.count], layout.strides))
-      return false;
+    if (made.count == kMostMade || !fresh(layout, made.tensors[made.count])) return false;
     made.places[made.count] = i;
     values[i] = reinterpret_cast<Value>(made.tensors[made.count++].unsafeGetTensorImpl());
   }

@@ -75,18 +75,6 @@ struct Plan {
   bool strided;  // whether the backward takes any tensor whose last dimension is contiguous
 };
 
-// What a tensor is made like.
-struct Like {
-  c10::SmallVector<int64_t, 4> sizes;
-  Strides strides;  // none where it is contiguous
-  at::ScalarType dtype;
-
-  Like(const c10::TensorImpl* t, bool strided)
-      : sizes(t->sizes().begin(), t->sizes().end()), dtype(c10::typeMetaToScalarType(t->dtype())) {
-    if (strided && !t->is_contiguous()) strides = layout_of(t);
-  }
-};
-
 // What a node keeps for an argument, beside saved tensors: a number, or which gradient arrives for it; and which of `likes` it is like.
 struct Held {
   Value number = 0;
@@ -97,11 +85,13 @@ struct Held {
 // Of all arguments. A node stays below 1 KB: for larger pieces of memory glibc first puts all small ones that are free in order.
 struct AllHeld {
   c10::SmallVector<Held, 12> arguments;
-  c10::SmallVector<Like, 2> likes;
+  c10::SmallVector<Layout, 2> likes;
 
   void like(Held& held, const c10::TensorImpl* t, bool strided) {
     held.like = int(likes.size());
-    likes.emplace_back(t, strided);
+    likes.push_back({{t->sizes().begin(), t->sizes().end()},
+                     strided && !t->is_contiguous() ? strides_like(t) : Strides{},
+                     c10::typeMetaToScalarType(t->dtype())});
   }
 };
 
@@ -135,9 +125,9 @@ void dispatch(const Plan& plan, const Value* values) {
   plan.op.callBoxed(stack);
 }
 
-at::Tensor new_like(const Like& like, bool direct) {
+at::Tensor new_like(const Layout& like, bool direct) {
   at::TensorBase t;
-  if (direct && fresh(like.sizes, like.dtype, t, like.strides)) return at::Tensor(std::move(t));
+  if (direct && fresh(like, t)) return at::Tensor(std::move(t));
   return like.strides.empty() ? at::empty(like.sizes, like.dtype)
                               : at::empty_strided(like.sizes, like.strides, like.dtype);
 }
@@ -266,7 +256,7 @@ class KernelBackward final : public Node {
       args.collect(h.number);
       args.collect(h.there);
     }
-    for (const Like& like : held_.likes) {
+    for (const Layout& like : held_.likes) {
       args.collect(std::vector<int64_t>(like.sizes.begin(), like.sizes.end()));
       args.collect(std::vector<int64_t>(like.strides.begin(), like.strides.end()));
       args.collect(like.dtype);
@@ -368,7 +358,7 @@ class KernelRecorder final : public Recorder {
   std::string run(const Kernel& kernel, Value* values, const Made& made) const override {
     at::TensorBase kept[kMostMade];
     for (size_t i = 0; i < plan_.kept.size(); ++i) {
-      if (!fresh(sizes_of(plan_.kept[i].shape, impl_of(values[0])), at::kFloat, kept[i]))
+      if (!fresh({sizes_of(plan_.kept[i].shape, impl_of(values[0])), {}, at::kFloat}, kept[i]))
         return "opsmith: there is no memory";
       values[plan_.kept[i].place] = value_of(kept[i]);
     }

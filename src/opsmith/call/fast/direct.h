@@ -147,16 +147,23 @@ inline void back_with_huge_pages([[maybe_unused]] void* memory, [[maybe_unused]]
 
 using Strides = c10::SmallVector<int64_t, 4>;
 
+// How a tensor is to lie: contiguous where there are no strides.
+struct Layout {
+  c10::SmallVector<int64_t, 6> sizes;
+  Strides strides;
+  at::ScalarType dtype;
+};
+
 // How new memory lies that is to lie as a tensor does: with the same order of dimensions, and no gaps.
-inline Strides layout_of(const c10::TensorImpl* t) {
+inline Strides strides_like(const c10::TensorImpl* t) {
   if (t->is_non_overlapping_and_dense()) return {t->strides().begin(), t->strides().end()};
   const std::vector<int64_t> dense = at::infer_dense_strides(t->sizes(), t->strides());
   return {dense.begin(), dense.end()};
 }
 
-// New memory for a result, contiguous where no strides are given; false where there is no such memory.
-inline bool fresh(c10::IntArrayRef sizes, at::ScalarType dtype, at::TensorBase& y,
-                  c10::IntArrayRef strides = {}) {
+// New memory for a result; false where there is no such memory.
+inline bool fresh(const Layout& wanted, at::TensorBase& y) {
+  const auto& [sizes, strides, dtype] = wanted;
   int64_t bytes = int64_t(c10::elementSize(dtype));
   for (const int64_t size : sizes) {
     if (__builtin_mul_overflow(bytes, size, &bytes)) return false;

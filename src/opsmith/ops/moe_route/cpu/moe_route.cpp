@@ -88,25 +88,21 @@ void route(const View& logits, const View& bias, const Routing& how, const View&
       }
       int64_t* const id = ids.as<int64_t>() + t * chosen;
       float* const weight = weights.as<float>() + t * chosen;
-      if (how.groups == 1) {
-        largest(chosen, id, kept, [&](auto&& f) {
-          for (int64_t e = 0; e < experts; ++e) f(e, by[e]);
-        });
-      } else {
-        // Marked by a value of 1, so that experts are seen in their order.
-        int32_t* const open = reinterpret_cast<int32_t*>(of_groups);
+      int32_t* const open = reinterpret_cast<int32_t*>(of_groups);
+      open[0] = 0;
+      if (how.groups > 1) {
         largest(how.open, open, kept, [&](auto&& f) {
           for (int64_t g = 0; g < how.groups; ++g) {
             f(g, value_of_group(groups_by + g * size, size, how.sigmoid || bias.defined()));
           }
         });
-        std::sort(open, open + how.open);
-        largest(chosen, id, kept, [&](auto&& f) {
-          for (int64_t g = 0; g < how.open; ++g) {
-            for (int64_t e = open[g] * size; e < (open[g] + 1) * size; ++e) f(e, by[e]);
-          }
-        });
+        std::sort(open, open + how.open);  // so that experts are seen in their order
       }
+      largest(chosen, id, kept, [&](auto&& f) {
+        for (int64_t g = 0; g < how.open; ++g) {
+          for (int64_t e = open[g] * size; e < (open[g] + 1) * size; ++e) f(e, by[e]);
+        }
+      });
       double total = how.normalize ? kTiny : 1;
       for (int64_t j = 0; how.normalize && j < chosen; ++j) total += scores[id[j]];
       for (int64_t j = 0; j < chosen; ++j) weight[j] = float(how.scale * double(scores[id[j]]) / total);

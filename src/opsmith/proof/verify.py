@@ -121,7 +121,7 @@ def examine(
     report = partial(Finding, card.name, name, dtype, sample.name, elements_of(sample), check)
     truth = _Truth(card, inputs, backward if differentiated else forward, [] if known is None else known)
     try:
-        like = truth.eager(*inputs) if into else []
+        like = forward(card.eager, *inputs) if into else []
         outs = [torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in like]
         called = _gradients_of(card, *inputs) if differentiated else ()
         how: Any = {"outs": outs, "calls": calls, "name": f"{card.name} {name}", "called": called}
@@ -239,10 +239,6 @@ class _Truth:
         ]
         self._known.append((given, left, exact, bounds))
         return exact
-
-    def eager(self, args: Any, kwargs: Any) -> list[Tensor]:
-        """Eager's results in the dtypes of the sample."""
-        return self._run(self._card.eager, *_in_dtypes_of((args, kwargs), self._inputs))
 
     def tolerance(self, got: Tensor, exact: Tensor) -> float:
         """What an output may be off by; asked once for each output, in order."""

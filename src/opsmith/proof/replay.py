@@ -50,11 +50,8 @@ def spell(card: Operator, call: Mapping[str, Any]) -> str | None:
 
 def _below(card: Operator, name: str, call: Mapping[str, Any]) -> int | None:
     """What the integers of an input stay below, where any such will do."""
-    tables = {"ids": ("table", 0), "target": ("weight" if "weight" in call else "logits", 0)}
-    if name == "target" and "logits" in call:
-        tables["target"] = ("logits", -1)
-    if name == "positions":
-        tables["positions"] = ("cos", -2)
+    classes = ("logits", -1) if "logits" in call else ("weight", 0)
+    tables = {"ids": ("table", 0), "target": classes, "positions": ("cos", -2)}
     table, axis = tables.get(name, ("", 0))
     found = call.get(table)
     return int(found.shape[axis]) if isinstance(found, Tensor) and found.dim() else None
@@ -95,9 +92,8 @@ def _tensor(part: str, found: re.Match[str], make: Make | None) -> Tensor:
     if strides is not None and len(strides) != len(sizes):
         raise ValueError(f"{part!r}: {len(sizes)} sizes and {len(strides)} strides")
     if make is None:
-        like = torch.empty(sizes, dtype=dtype, device="meta")
-        return like if strides is None else torch.empty_strided(sizes, strides, dtype=dtype, device="meta")
-    if dtype == torch.bool:
+        values = torch.empty(sizes, dtype=dtype, device="meta")
+    elif dtype == torch.bool:
         values = make.mask(*sizes)
     elif dtype.is_floating_point:
         values = make(*sizes).to(dtype)
@@ -107,8 +103,7 @@ def _tensor(part: str, found: re.Match[str], make: Make | None) -> Tensor:
         values = make.ids(*sizes, high=int(found[5])).to(dtype)
     if strides is None:
         return values
-    laid = torch.empty_strided(sizes, strides, dtype=dtype, device=values.device)
-    return laid.copy_(values)
+    return torch.empty_strided(sizes, strides, dtype=dtype, device=values.device).copy_(values)
 
 
 def sample_of(card: Operator, text: str, device: str = "cpu") -> tuple[Sample, torch.dtype]:

@@ -219,7 +219,6 @@ class _Run:
 
     def _measure(self, one: Pass, mine: Calls, into: Calls, theirs: Calls, notes: list[str]) -> Benchmark:
         peak = {name: self._peak(one, call) for name, call in (*mine.items(), *into.items())}
-        taking_part = {}
         for title, call in theirs.items():
             try:
                 with warnings.catch_warnings():
@@ -228,9 +227,7 @@ class _Run:
             except Exception as error:
                 reason = (str(error) or "no reason given").splitlines()[0]
                 notes.append(f"{title} takes no part: {type(error).__name__}: {reason}")
-            else:
-                taking_part[title] = call
-        theirs = taking_part
+        theirs = {title: call for title, call in theirs.items() if title in peak}
         everyone = {**mine, **into, **theirs}
         limit = measure.describe().memory_bytes // _CHECK_SHARE or 1 << 40
         right, found = one.check(everyone, theirs, limit if self.device == "cpu" else 1 << 62, peak)

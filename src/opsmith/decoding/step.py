@@ -7,8 +7,8 @@ state. So a step of decoding is the same graph at every length, and run again it
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -63,16 +63,15 @@ class Calling:
     steps: dict[Pages, Step]
 
     @classmethod
-    def begin(cls, layers: Sequence[PagedLayer], tokens: int) -> Calling:
-        """Make room for so many new columns. Nothing counts as there before `commit`."""
-        each = dict.fromkeys(layer.pages for layer in layers)
-        return cls(layers, {pages: pages.begin(tokens) for pages in each})
-
-    def commit(self) -> None:
-        """The new rows are there."""
-        for pages, step in self.steps.items():
-            pages.commit(step.tokens)
-        for layer in self.layers:
+    @contextmanager
+    def on(cls, layers: Sequence[PagedLayer], tokens: int) -> Iterator[None]:
+        """Lay down a call with so many new columns, which count as there once it is done."""
+        steps = {pages: pages.begin(tokens) for pages in dict.fromkeys(layer.pages for layer in layers)}
+        with laying(cls(layers, steps)):
+            yield
+        for pages in steps:
+            pages.commit(tokens)
+        for layer in layers:
             layer.columns = layer.pages.columns
 
     def fixed(self) -> Hashable | None:

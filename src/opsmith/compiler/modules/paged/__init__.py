@@ -10,7 +10,6 @@ import threading
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable
-from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,7 +18,7 @@ from torch import nn
 from opsmith.compiler.config import Config
 from opsmith.compiler.meanwhile import meanwhile
 from opsmith.compiler.modules import conventions
-from opsmith.decoding import Unserved, laying
+from opsmith.decoding import Unserved
 
 if TYPE_CHECKING:
     from opsmith.decoding.cache import PagedLayer
@@ -127,13 +126,10 @@ class Paged:
         call.say_positions(cache.layers[0].columns)
         call.drop_mask()
         call.count_last()
-        prepared = step.Calling.begin(cache.layers, tokens)
         call.cache = stateless = step.Stateless(len(cache.layers))
-        with ExitStack() as stack:
-            stack.enter_context(laying(prepared))
-            stack.enter_context(meanwhile(self._configs, conventions.ATTENTION, step.NAME))
+        prepared = step.Calling.on(cache.layers, tokens)
+        with prepared, meanwhile(self._configs, conventions.ATTENTION, step.NAME):
             result = run(**call.given)
-        prepared.commit()
         return conventions.with_cache(result, stateless, cache)
 
     def lines(self) -> list[str]:

@@ -23,7 +23,7 @@ from opsmith.compiler.meanwhile import meanwhile
 from opsmith.compiler.modules import conventions
 from opsmith.compiler.prove.wide import Exact, widened
 from opsmith.compiler.reasons import raised
-from opsmith.decoding import Unserved, laying
+from opsmith.decoding import Unserved
 from opsmith.ops.attention import CARD
 
 _TOKENS = 48  # of a sequence
@@ -155,10 +155,8 @@ def _stepwise(model: nn.Module, inputs: dict[str, Any], windows: list[int | None
         call = conventions.ModelCall(model, (), given | _kept(model) | {"use_cache": True})
         call.cache = step.Stateless(len(layers))
         call.drop_mask()
-        prepared = step.Calling.begin(layers, call.tokens.shape[1])
-        with laying(prepared):
+        with step.Calling.on(layers, call.tokens.shape[1]):
             result = model._call_impl(**call.given)
-        prepared.commit()
     return result
 
 
@@ -205,11 +203,9 @@ def _by_pages(seen: Seen, window: int | None) -> Tensor:
     first: Any = SimpleNamespace(layer_idx=0)
     layers[0].pages.reset(1, seen.query.device)
     for some in (slice(0, tokens - 1), slice(tokens - 1, tokens)):
-        prepared = Calling.begin(layers, some.stop - some.start)
-        with laying(prepared):
+        with Calling.on(layers, some.stop - some.start):
             q, k, v = (t[:, :, some] for t in (seen.query, seen.key, seen.value))
             results.append(attend(first, q, k, v, None, **seen.options)[0])
-        prepared.commit()
     return torch.cat(results, 1)
 
 

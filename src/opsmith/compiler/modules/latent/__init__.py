@@ -20,6 +20,7 @@ from torch import nn
 from opsmith.call.dispatch import is_sharded
 from opsmith.compiler.choose.ranks import Ranks, agreed
 from opsmith.compiler.config import Config
+from opsmith.compiler.meanwhile import meanwhile
 from opsmith.compiler.modules import conventions
 from opsmith.compiler.modules.latent import prove as latent_prove
 from opsmith.compiler.modules.latent.find import Reading, candidates
@@ -166,14 +167,10 @@ class Latent:
             call.say_positions(pages.columns)
             if self._whole:
                 call.drop_mask()
-            self.switch.on = True
-            try:
-                with laying(Laid(self.sites, pages, pages.begin(tokens))):
-                    result = run(**call.given)
-                pages.commit(tokens)
-                return result
-            finally:
-                self.switch.on = False
+            with meanwhile([self.switch], "on", True), laying(Laid(self.sites, pages, pages.begin(tokens))):
+                result = run(**call.given)
+            pages.commit(tokens)
+            return result
 
     def _pages(self, call: conventions.ModelCall) -> tuple[LatentPages | None, str | None]:
         """The pages of the call's cache, which is taken over where it is the library's own; or why not."""

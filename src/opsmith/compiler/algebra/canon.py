@@ -133,6 +133,12 @@ class Unreadable(Exception):
     """This call has no meaning in the algebra (another axis, a rounding division): its node is a leaf."""
 
 
+def only(known: object) -> None:
+    """Go on with a rule where this holds; else its node is a leaf."""
+    if not known:
+        raise Unreadable
+
+
 _BOOLEAN = _aten("tril triu one_hot logical_not bitwise_not gt lt ge le eq ne to _to_copy")
 _MASKS = _BOOLEAN | _aten("view reshape unsqueeze")
 # Whose rules hold for complex numbers too.

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from opsmith.compiler.algebra import pieces, views
-from opsmith.compiler.algebra.canon import Canon, Unreadable, op_name, rule, shape_of, shape_of_value
+from opsmith.compiler.algebra.canon import Canon, only, op_name, rule, shape_of, shape_of_value
 from opsmith.compiler.algebra.terms import Atom, Dim, Poly, Shape, Space
 
 Value = Poly | float
@@ -162,16 +162,14 @@ for _names, _fn in _POINTWISE.items():
 
 @pointwise("div")
 def _div(s: Space, x: Poly, y: Value, rounding_mode: Any = None) -> Poly:
-    if rounding_mode is not None:
-        raise Unreadable
+    only(rounding_mode is None)
     return x / y
 
 
 @pointwise("pow")
-def _pow(s: Space, x: Value, exponent: Value) -> Poly:
-    if isinstance(exponent, Poly):
-        raise Unreadable
-    return s.of(x) ** exponent
+def _pow(s: Space, x: Value, exponent: Any) -> Poly:
+    only(not isinstance(exponent, Poly))
+    return s.power(s.of(x), exponent)
 
 
 @pointwise("gelu")
@@ -189,19 +187,16 @@ def _elu(s: Space, x: Poly, alpha: Value, scale: Value, input_scale: Value) -> P
 
 @pointwise("dropout")
 def _dropout(s: Space, x: Poly, p: float, train: bool) -> Poly:
-    if train and p != 0:
-        raise Unreadable
+    only(not train or p == 0)
     return x
 
 
 @rule("to", "_to_copy", "type_as", "contiguous", "clone", "alias", "detach", "lift_fresh_copy")
 def _same(c: Canon, node: Node, self: Any, **_: Any) -> Poly:
     source, dtype = self.meta.get("val"), node.meta["val"].dtype
-    if not isinstance(source, Tensor) or source.is_complex() != dtype.is_complex:
-        raise Unreadable
+    only(isinstance(source, Tensor) and source.is_complex() == dtype.is_complex)
     numbers = all(d.is_floating_point or d.is_complex for d in (source.dtype, dtype))
-    if not numbers and op_name(self) != "aten::one_hot" and not is_truth(c(self)):
-        raise Unreadable
+    only(numbers or op_name(self) == "aten::one_hot" or is_truth(c(self)))
     if "cast" in c.keeps and torch.promote_types(source.dtype, dtype) != dtype:
         return c.space.fn("rounded", c(self), shape=shape_of(node), attrs=(str(dtype),))
     return c(self)
@@ -209,9 +204,8 @@ def _same(c: Canon, node: Node, self: Any, **_: Any) -> Poly:
 
 @rule("full", "scalar_tensor")
 def _full(c: Canon, node: Node, **given: Any) -> Poly:
-    value = given.get("fill_value", given.get("s"))
-    if shape_of(node) or not isinstance(value, int | float):
-        raise Unreadable  # a number by itself, as GPT-2 has its scale
+    value: Any = given.get("fill_value", given.get("s"))
+    only(not shape_of(node) and isinstance(value, int | float))  # a number by itself, as GPT-2 has its scale
     return c.space.const(float(value))
 
 
@@ -268,8 +262,7 @@ def _compare(c: Canon, node: Node, self: Any, other: Any) -> Poly:
     if asked and is_truth(c(self)):
         return c(self) if (name == "eq") == (other == 1) else negated(c.space, c(self))
     for given in (v.meta.get("val") for v in (self, other) if isinstance(v, Node)):
-        if not isinstance(given, Tensor) or not given.is_floating_point():
-            raise Unreadable  # integers are counted, not computed with
+        only(isinstance(given, Tensor) and given.is_floating_point())  # integers are only counted
     difference = c(self) - c(other)
     if name in _COMPARED:
         what, sign = _COMPARED[name]
@@ -287,8 +280,7 @@ def _is_last(x: Any, dim: Any) -> bool:
 
 def _reduced(c: Canon, x: Any, dim: Any, keepdim: bool, of: Callable[[Poly, Dim], Poly]) -> Poly:
     """What a function of terms and the last axis's size makes of x, with that axis or without."""
-    if not _is_last(x, dim):
-        raise Unreadable
+    only(_is_last(x, dim))
     rows = shape_of(x)[:-1]
     result = of(c(x), shape_of(x)[-1])
     return result if keepdim else views.reshape(result, (*rows, 1), rows)
@@ -299,8 +291,7 @@ def _extreme(
     c: Canon, node: Node, self: Any, dim: Any, keepdim: bool, source: Node | None = None, index: int = 0
 ) -> Poly:
     """The maximum along the last axis is an atom that a softmax cancels; the minimum is minus that of the negative."""
-    if index != 0:
-        raise Unreadable
+    only(index == 0)
     sign = -1 if op_name(source or node) in ("aten::amin", "aten::min") else 1
     if not _is_last(self, dim):
         return c.space.fn("max", c(self) * sign, shape=shape_of(node), attrs=("dim", str(dim))) * sign
@@ -311,8 +302,7 @@ def _extreme(
 @rule("mean", "sum")
 def _mean(c: Canon, node: Node, self: Any, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> Poly:
     s, name = c.space, op_name(node).removeprefix("aten::")
-    if dim is None or not isinstance(self, Node):
-        raise Unreadable
+    only(dim is not None and isinstance(self, Node))
     if _is_last(self, dim):
         written = "sum" in c.keeps
         return _reduced(c, self, dim, keepdim, lambda x, n: s.reduce(name, x, n, as_written=written))
@@ -322,8 +312,7 @@ def _mean(c: Canon, node: Node, self: Any, dim: Any = None, keepdim: bool = Fals
 
 @rule("linalg_vector_norm")
 def _length(c: Canon, node: Node, self: Any, ord: Any, dim: Any, keepdim: bool, **_: Any) -> Poly:
-    if ord != 2:
-        raise Unreadable
+    only(ord == 2)
     s, written = c.space, "sum" in c.keeps
     return _reduced(c, self, dim, keepdim, lambda x, n: s.reduce("sum", x * x, n, as_written=written) ** 0.5)
 
@@ -338,8 +327,7 @@ def _var(c: Canon, node: Node, self: Any, dim: Any = None, keepdim: bool = False
         correction = 1 if how.get("unbiased") in (None, True) else 0
 
     def spread(x: Poly, size: Dim) -> Poly:
-        if correction and (not isinstance(size, int) or size <= correction):
-            raise Unreadable
+        only(not correction or (isinstance(size, int) and size > correction))
         variance = _variance(c.space, x, size) * (size / (size - correction) if correction else 1)
         return variance**0.5 if op_name(node) == "aten::std" else variance
 
@@ -396,8 +384,7 @@ def _affine(c: Canon, x: Poly, weight: Any, bias: Any = None) -> Poly:
 def _layer_norm(
     c: Canon, node: Node, input: Any, normalized_shape: Any, weight: Any, bias: Any, eps: float, **which: Any
 ) -> Poly:
-    if len(normalized_shape) != 1 or which.get("index", 0) != 0:
-        raise Unreadable
+    only(len(normalized_shape) == 1 and which.get("index", 0) == 0)
     x, s, size = c(input), c.space, shape_of(input)[-1]
     y = (x - s.reduce("mean", x, size)) * (_variance(s, x, size) + eps) ** -0.5
     return _affine(c, y, weight, bias)
@@ -407,8 +394,7 @@ def _layer_norm(
 def _rms_norm(
     c: Canon, node: Node, input: Any, normalized_shape: Any, weight: Any, eps: float | None
 ) -> Poly:
-    if len(normalized_shape) != 1:
-        raise Unreadable
+    only(len(normalized_shape) == 1)
     x = c(input)
     if eps is None:  # PyTorch takes that of the type it computes in
         eps = torch.finfo(torch.promote_types(input.meta["val"].dtype, torch.float32)).eps
@@ -420,11 +406,9 @@ def _rms_norm(
 def _loss(c: Canon, node: Node, self: Any, target: Any, weight: Any, **settings: Any) -> Poly:
     """The loss of class numbers under scores, or under logarithms of probabilities, with its settings."""
     ids, shape = target.meta["val"], shape_of(self)
-    if weight is not None or len(shape) > 2 or ids.is_floating_point() or ids.dim() != len(shape) - 1:
-        raise Unreadable
+    only(weight is None and len(shape) == ids.dim() + 1 <= 2 and not ids.is_floating_point())
     settings.setdefault("label_smoothing", 0.0)
-    if not all(isinstance(v, int | float) for v in settings.values()):
-        raise Unreadable
+    only(all(isinstance(v, int | float) for v in settings.values()))
     scores = c(self)
     if op_name(node) == "aten::cross_entropy_loss":
         scores = log_softmax(c.space, scores, shape[-1])
@@ -436,8 +420,7 @@ def _gather(c: Canon, node: Node, self: Any, dim: int, index: Any, **_: Any) -> 
     """One score of each row, by its class number: a loss without a sign, where the scores are logarithms."""
     rows = shape_of(self)[:-1]
     ids = index.args[0] if op_name(index) in _MORE_AXES else None
-    if not _is_last(self, dim) or shape_of(index) != (*rows, 1) or shape_of(ids) != rows:
-        raise Unreadable
+    only(_is_last(self, dim) and shape_of(index) == (*rows, 1) and shape_of(ids) == rows)
     losses = c.space.fn("nll", c(self), c(ids), shape=rows, attrs=(0, _NONE_IGNORED, 0.0))
     return views.reshape(-losses, rows, (*rows, 1))
 
@@ -445,8 +428,7 @@ def _gather(c: Canon, node: Node, self: Any, dim: int, index: Any, **_: Any) -> 
 @rule("matmul", "mm", "bmm")
 def _matmul(c: Canon, node: Node, self: Any, **right: Any) -> Poly:
     (other,) = right.values()  # which has one name or another
-    if len(shape_of(self)) < 2 or len(shape_of(other)) < 2:
-        raise Unreadable
+    only(len(shape_of(self)) > 1 and len(shape_of(other)) > 1)
     return product(c, self, other, shape_of(node))
 
 
@@ -467,10 +449,9 @@ def product(c: Canon, a: Any, b: Any, shape: Shape) -> Poly:
 
 @rule("addmm", "baddbmm")
 def _addmm(c: Canon, node: Node, self: Any, beta: Any, alpha: Any, **matrices: Any) -> Poly:
-    if not isinstance(alpha, int | float) or not isinstance(beta, int | float):
-        raise Unreadable
+    only(isinstance(alpha, int | float) and isinstance(beta, int | float))
     a, b = matrices.values()  # one matrix each, or a batch of them
-    result = product(c, a, b, shape_of(node)) * alpha
+    result: Poly = product(c, a, b, shape_of(node)) * alpha
     return result if beta == 0 else result + c(self) * beta
 
 
@@ -485,21 +466,18 @@ def _einsum(c: Canon, node: Node, equation: str, tensors: Any, path: Any) -> Pol
     """A contraction of two operands: permuted, and several axes as one, to a batched matmul, and back."""
     inputs, _, output = equation.replace(" ", "").partition("->")
     parts = inputs.split(",")
-    if len(parts) != 2 or not output:
-        raise Unreadable
+    only(len(parts) == 2 and output)
     # Each `...` is spelled out with capital letters, aligned to the right as broadcasting does.
     more = [len(shape_of(t)) - len(p.replace("...", "")) for p, t in zip(parts, tensors, strict=True)]
     spelled = zip((*parts, output), (*more, max(more)), strict=True)
     left, right, output = (p.replace("...", "ABCDEFGH"[8 - n :]) for p, n in spelled)
-    if any(len(set(p)) != len(p) for p in (left, right, output)):
-        raise Unreadable
+    only(all(len(set(p)) == len(p) for p in (left, right, output)))
     batch = [i for i in left if i in right and i in output]
     inner = [i for i in left if i in right and i not in output]
     rows = [i for i in left if i not in right and i in output]
     cols = [i for i in right if i not in left and i in output]
     order = batch + rows + cols
-    if not inner or not rows or not cols or {*left, *right} != {*order, *inner} or len(output) != len(order):
-        raise Unreadable
+    only(inner and rows and cols and {*left, *right} == {*order, *inner} and len(output) == len(order))
     shapes = [shape_of(t) for t in (*tensors, node)]
     sizes = dict(zip(left + right + output, itertools.chain(*shapes), strict=True))
     outer, many, deep, wide = ([sizes[i] for i in axes] for axes in (batch, rows, inner, cols))
@@ -517,15 +495,12 @@ def _einsum(c: Canon, node: Node, equation: str, tensors: Any, path: Any) -> Pol
 @rule("scaled_dot_product_attention")
 def _sdpa(c: Canon, node: Node, query: Any, key: Any, value: Any, attn_mask: Any, **how: Any) -> Poly:
     q, k, v = shape_of(query), shape_of(key), shape_of(value)
-    if how["dropout_p"] != 0 or len(q) != len(k):
-        raise Unreadable
+    only(how["dropout_p"] == 0 and len(q) == len(k))
     if (scale := how["scale"]) is None:
-        if not isinstance(q[-1], int):
-            raise Unreadable
+        only(isinstance(q[-1], int))
         scale = q[-1] ** -0.5
     # Fewer heads of keys serve groups of queries where that is asked for; a single one is broadcast anyway.
-    if len(q) > 3 and q[-3] != k[-3] and k[-3] != 1 and not how["enable_gqa"]:
-        raise Unreadable
+    only(len(q) <= 3 or k[-3] in (q[-3], 1) or how["enable_gqa"])
     s, square = c.space, (q[-2], k[-2])
     scores = s.matmul(c(query), views.transpose(c(key), len(k)), (*q[:-1], k[-2])) * float(scale)
     if how["is_causal"]:
@@ -543,23 +518,20 @@ def _sdpa(c: Canon, node: Node, query: Any, key: Any, value: Any, attn_mask: Any
 def _triangle(c: Canon, node: Node, self: Any, diagonal: int) -> Poly:
     """A square of ones, or above the diagonal of minus infinity, as what a causal mask keeps or hides."""
     upper, square = op_name(node) == "aten::triu", shape_of(node)[-2:]
-    if diagonal != upper or len(square) < 2 or square[0] != square[1] or not isinstance(self, Node):
-        raise Unreadable
-    fill = self.args[1] if op_name(self) == "aten::full" else None
+    only(diagonal == upper and len(square) == 2 and square[0] == square[1] and isinstance(self, Node))
+    fill: Any = self.args[1] if op_name(self) == "aten::full" else None
     causal = c.space.fn("causal", shape=square)
     if fill == 1 or op_name(self) in ("aten::ones", "aten::ones_like", "aten::new_ones"):
         return c.space.fn("not", causal) if upper else causal
-    if upper and isinstance(fill, float) and fill <= HIDES:
-        return hidden(c.space, causal, square, fill)
-    raise Unreadable
+    only(upper and isinstance(fill, float) and fill <= HIDES)
+    return hidden(c.space, causal, square, fill)
 
 
 @rule("embedding")
 def _embedding(
     c: Canon, node: Node, weight: Any, indices: Any, padding_idx: int, scale_grad_by_freq: bool, sparse: bool
 ) -> Poly:
-    if scale_grad_by_freq or sparse:
-        raise Unreadable
+    only(not (scale_grad_by_freq or sparse))
     padding = (padding_idx,) if padding_idx >= 0 else ()  # a row without a gradient
     return c.space.fn("gather", c(weight), c(indices), shape=shape_of(node), attrs=padding)
 
@@ -567,17 +539,14 @@ def _embedding(
 @rule("index")
 def _index(c: Canon, node: Node, self: Any, indices: Any) -> Poly:
     ids = indices[0]
-    if len(indices) != 1 or not isinstance(ids, Node) or len(shape_of(self)) != 2:
-        raise Unreadable
-    if ids.meta["val"].dtype in (torch.bool, torch.uint8):
-        raise Unreadable
+    only(len(indices) == 1 and isinstance(ids, Node) and len(shape_of(self)) == 2)
+    only(ids.meta["val"].dtype not in (torch.bool, torch.uint8))
     return c.space.fn("gather", c(self), c(ids), shape=shape_of(node))
 
 
 @rule("index_select")
 def _index_select(c: Canon, node: Node, self: Any, dim: int, index: Any) -> Poly:
-    if dim != 0 or len(shape_of(self)) != 2 or len(shape_of(index)) != 1:
-        raise Unreadable
+    only(dim == 0 and len(shape_of(self)) == 2 and len(shape_of(index)) == 1)
     source = index
     while op_name(source) in ("aten::view", "aten::reshape", "aten::flatten"):
         source = source.args[0]
@@ -604,8 +573,7 @@ def _reshape(c: Canon, node: Node, self: Any, **_: Any) -> Poly:
 @rule("transpose", "t", "numpy_T", "mT", "adjoint")
 def _transpose(c: Canon, node: Node, self: Any, dim0: int = -2, dim1: int = -1) -> Poly:
     perm = list(range(len(shape_of(self))))
-    if len(perm) < 2 or (len(perm) > 2 and op_name(node) == "aten::numpy_T"):
-        raise Unreadable
+    only(len(perm) == 2 or (len(perm) > 2 and op_name(node) != "aten::numpy_T"))
     perm[dim0], perm[dim1] = perm[dim1], perm[dim0]
     return views.permute(c(self), tuple(perm))
 
@@ -626,10 +594,8 @@ def _expand(c: Canon, node: Node, self: Any, **_: Any) -> Poly:
 
 def _along_last(x: Any, dim: Any) -> int:
     """The size of the last axis, if that is the one meant."""
-    size = shape_of(x)[-1] if _is_last(x, dim) else None
-    if not isinstance(size, int):
-        raise Unreadable
-    return size
+    only(_is_last(x, dim) and isinstance(shape_of(x)[-1], int))
+    return int(shape_of(x)[-1])
 
 
 @rule("slice")
@@ -638,21 +604,18 @@ def _slice(c: Canon, node: Node, self: Any, dim: int, start: Any, end: Any, step
     if not isinstance(whole, int) and start in (None, 0) and isinstance(end, int) and end < 0 and step == 1:
         return pieces.take(c(self), ("block", 0, whole + end), whole)
     size = _along_last(self, dim)
-    if not all(v is None or isinstance(v, int) for v in (start, end, step)):
-        raise Unreadable
+    only(all(v is None or isinstance(v, int) for v in (start, end, step)))
     first, stop, step = slice(start, end, step).indices(size)
     if step == 1:
         return pieces.take(c(self), ("block", first, max(stop - first, 0)), size)
-    if stop < size or first >= step:
-        raise Unreadable
+    only(stop >= size and first < step)
     return pieces.take(c(self), ("turn", first, step), size)
 
 
 @rule("narrow")
 def _narrow(c: Canon, node: Node, self: Any, dim: int, start: Any, length: Any) -> Poly:
     size = _along_last(self, dim)
-    if not isinstance(start, int) or not isinstance(length, int):
-        raise Unreadable
+    only(isinstance(start, int) and isinstance(length, int))
     first = start % size if size else 0
     return _slice(c, node, self, dim, first, first + length)
 
@@ -661,15 +624,13 @@ def _narrow(c: Canon, node: Node, self: Any, dim: int, start: Any, length: Any) 
 def _split(c: Canon, node: Node, source: Node, index: int, self: Any, dim: int, **_: Any) -> Poly:
     _along_last(self, dim)
     lengths = [shape_of_value(v)[-1] for v in source.meta["val"]]
-    if not all(isinstance(n, int) for n in lengths):
-        raise Unreadable
+    only(all(isinstance(n, int) for n in lengths))
     return _slice(c, node, self, dim, sum(lengths[:index]), sum(lengths[: index + 1]))
 
 
 @rule("cat", "concat", "concatenate")
 def _cat(c: Canon, node: Node, tensors: Any, dim: int) -> Poly:
-    if not _is_last(node, dim):
-        raise Unreadable
+    only(_is_last(node, dim))
     sizes = tuple(shape_of(t)[-1] for t in tensors)
     return pieces.join("cat", [c(t) for t in tensors], sizes, shape_of(node))
 
@@ -678,8 +639,7 @@ def _cat(c: Canon, node: Node, tensors: Any, dim: int) -> Poly:
 def _stack(c: Canon, node: Node, tensors: Any, dim: int) -> Poly:
     """Pairs in a new last axis, or halves in a new axis before it: what is joined, seen with one axis more."""
     rank = len(shape_of(node))
-    if rank < 2 or dim % rank < rank - 2:
-        raise Unreadable
+    only(rank > 1 and dim % rank >= rank - 2)
     return _stacked(c, node, [c(t) for t in tensors], "zip" if dim % rank == rank - 1 else "cat")
 
 
@@ -695,8 +655,7 @@ def _stacked(c: Canon, node: Node, parts: list[Poly], kind: str) -> Poly:
 @rule("repeat_interleave")
 def _repeat_interleave(c: Canon, node: Node, self: Any, repeats: Any, dim: Any = None, **_: Any) -> Poly:
     size = _along_last(self, dim)
-    if not isinstance(repeats, int):
-        raise Unreadable
+    only(isinstance(repeats, int))
     return pieces.join("zip", [c(self)] * repeats, (size,) * repeats, shape_of(node))
 
 
@@ -704,16 +663,14 @@ def _repeat_interleave(c: Canon, node: Node, self: Any, repeats: Any, dim: Any =
 def _repeat(c: Canon, node: Node, self: Any, **times: Any) -> Poly:
     *others, last = next(iter(times.values()))  # `repeats` or `dims`
     size = _along_last(self, -1)
-    if len(others) >= len(shape_of(self)) or any(n != 1 for n in others) or not isinstance(last, int):
-        raise Unreadable
+    only(len(others) < len(shape_of(self)) and all(n == 1 for n in others) and isinstance(last, int))
     return pieces.join("cat", [c(self)] * last, (size,) * last, shape_of(node))
 
 
 @rule("select", "unbind[]")
 def _component(c: Canon, node: Node, self: Any, dim: int, index: int, **_: Any) -> Poly:
     shape = shape_of(self)
-    if not isinstance(index, int):
-        raise Unreadable
+    only(isinstance(index, int))
     at = (dim % len(shape), index)
     if (found := pieces.components(c(self), shape, at[0])) is not None:
         return found[index]

@@ -67,7 +67,7 @@ def mask(
         return made
     if plain(mask_function, local_size):
         end = kv_offset + kv_length
-        starts = [0] * batch_size if attention_mask is None else padding(attention_mask, end)
+        starts = [0] * batch_size if attention_mask is None else padded(attention_mask, end)
         made.opsmith = Words(local_size, starts, int(q_offset) + q_length == end)  # type: ignore[attr-defined]
     return made
 
@@ -81,13 +81,6 @@ def plain(mask_function: Callable[..., Any], window: int | None) -> bool:
     first = torch.zeros((), dtype=torch.int64)
     seen = mask_function(first, first, queries, keys)
     return torch.equal(seen, (keys <= queries) & (keys > queries - window))
-
-
-def padding(kept: Tensor, columns: int) -> list[int] | None:
-    """How many columns at the left of each sequence a mask [batch, columns] hides; None where it hides others."""
-    if kept.dim() != 2 or kept.shape[1] < columns:
-        return None
-    return padded(kept[:, :columns])
 
 
 def attend(
@@ -154,13 +147,11 @@ def _step(
         starts: list[int] | None = [0] * len(update.key)
     else:
         starts = None if words is None else words.starts
-    if starts is None:
+    if starts == layer.pages.starts:
+        return layer.pages.step
+    if starts is None or step.past or layer.pages.writer is not layer:
         return None
-    if starts != layer.pages.starts:
-        if step.past or layer.pages.writer is not layer:
-            return None
-        return layer.lay_anew(update, starts)
-    return layer.pages.step
+    return layer.lay_anew(update, starts)
 
 
 def on_pages(
@@ -187,9 +178,8 @@ def on_pages(
         how = how | {"block_tables": step.tables, "seq_lens": step.lens, "out": out if given is q else None}
         y = paged_attention(given, window=window, **pool.parts, **how)
         return y if given is q else y.to(q.dtype)
-    first = 0
+    first = pages.oldest(step.past)
     if step.past:
-        first = pages.oldest(step.past)
         key, value = pool.read(pages.slots(first, step.columns), query.dtype)
     mask = pages.there(first, step.columns)
     y = attention(query, key, value, mask=mask, causal=True, window=window, **how)

@@ -44,10 +44,11 @@ class Pool(Protocol):
         """Make these blocks copies of those."""
 
 
-def padded(kept: Tensor) -> list[int] | None:
-    """How many columns at the left of each sequence a mask [batch, columns] hides; None for other holes."""
-    kept = kept.to(torch.bool)
-    columns = kept.shape[1]
+def padded(kept: Tensor, columns: int) -> list[int] | None:
+    """How many of so many columns a mask [batch, columns] hides at the left of each sequence; None for other holes."""
+    if kept.dim() != 2 or kept.shape[1] < columns:
+        return None
+    kept = kept[:, :columns].to(torch.bool)
     starts = columns - kept.sum(1)
     left = torch.arange(columns, device=kept.device) >= starts[:, None]
     return starts.tolist() if torch.equal(kept, left) else None

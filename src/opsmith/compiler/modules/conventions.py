@@ -275,7 +275,7 @@ class ModelCall:
             return "the mask is not one of padding"
         if tuple(mask.shape) != (self.tokens.shape[0], columns):
             return "the mask has another length than the cache and the input"
-        starts = padded(mask)
+        starts = padded(mask, columns)
         return _HIDES if starts is None else starts
 
     def begin(self, pages: Pages, past: int, starts: list[int]) -> str | None:

@@ -30,7 +30,7 @@ class Update:
     @property
     def first(self) -> int:
         """The first column that the layer gives back, as the library's layers do."""
-        return 0 if not self.step.past else self.layer.pages.oldest(self.step.past)
+        return self.layer.pages.oldest(self.step.past)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def gathered(self) -> tuple[Tensor, Tensor]:
@@ -151,9 +151,7 @@ class PagedLayer(OnPages):
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         dtype = self.dtype_held or key_states.dtype
-        ahead = 0
-        if self.max_tokens is not None:
-            ahead = len(key_states) * -(-self.max_tokens // self.pages.block_size)
+        ahead = len(key_states) * -(-(self.max_tokens or 0) // self.pages.block_size)
         self.pool = KeyValuePool(key_states, value_states, self.pages.block_size, dtype, ahead)
         self.pages.pools.append(self.pool)
 

@@ -41,10 +41,8 @@ def mixed(
         if why not in _told and not torch.compiler.is_compiling():
             _told.add(why)
             _LOG.info("%s: experts are left to transformers: %s", type(module).__name__, why)
-        left: Tensor = moe.ALL_EXPERTS_FUNCTIONS[_OTHERWISE](
-            module, hidden_states, top_k_index, top_k_weights
-        )
-        return left
+        y: Tensor = moe.ALL_EXPERTS_FUNCTIONS[_OTHERWISE](module, hidden_states, top_k_index, top_k_weights)
+        return y
     if module.is_transposed and not of_few_bits:
         gate_up, down = gate_up.mT, down.mT
     bias = (module.gate_up_proj_bias, module.down_proj_bias) if module.has_bias else None

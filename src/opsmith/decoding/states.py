@@ -17,9 +17,8 @@ from torch.utils._pytree import tree_map_only
 # What is known without the numbers.
 _PROPERTIES = ("shape", "dtype", "device", "ndim", "requires_grad", "is_cuda", "layout")
 _METHODS = ("size", "dim", "numel", "is_floating_point", "__len__")
-_KNOWN = {getattr(Tensor, name).__get__ for name in _PROPERTIES} | {
-    getattr(Tensor, name) for name in _METHODS
-}
+_KNOWN = {getattr(Tensor, name).__get__ for name in _PROPERTIES}
+_KNOWN |= {getattr(Tensor, name) for name in _METHODS}
 
 
 class PagedStates(Tensor):

@@ -95,9 +95,7 @@ def load(folder: Path, config: Any = None) -> nn.Module:
             )
         except Exception as error:
             kept = getattr(config, "quantization_config", None) is not None
-            hint = (
-                "; its layers are in few bits, which opsmith.load reads without that library" if kept else ""
-            )
+            hint = "; its layers are in few bits, which opsmith.load reads without that library" * kept
             raise CheckpointError(f"{folder} does not load: {one_line(error)}{hint}") from error
     if info["mismatched_keys"]:
         name, there, wanted = min(info["mismatched_keys"])

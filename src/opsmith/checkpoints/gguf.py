@@ -134,9 +134,7 @@ def _rotate(config: Any, found: Header, architecture: str) -> None:
         own["partial_rotary_factor"] = part / (
             getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         )
-    said: dict[str, Any] = {
-        name: values.get(f"{architecture}.rope.scaling.{name}") for name in ("type", *_SCALED.values())
-    }
+    said: Any = {n: values.get(f"{architecture}.rope.scaling.{n}") for n in ("type", *_SCALED.values())}
     if _FACTORS["long_factor"] in found.tensors:
         own |= {n: found.rows(of).view(torch.float32).flatten().tolist() for n, of in _FACTORS.items()}
         own["rope_type"] = "longrope"

@@ -80,9 +80,8 @@ class Kept(Generic[T]):
 
 
 TIMES_SCHEMA = 3  # 3: of weights as cold as in a model; 2: of calls as programs make them
-Times = Annotated[
-    dict[str, Annotated[float, Field(gt=0, strict=True, allow_inf_nan=False)]], Field(min_length=1)
-]
+Seconds = Annotated[float, Field(gt=0, strict=True, allow_inf_nan=False)]
+Times = Annotated[dict[str, Seconds], Field(min_length=1)]
 
 
 class TuningCache(Kept[dict[str, float]]):

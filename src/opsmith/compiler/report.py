@@ -205,9 +205,7 @@ def _few(what: str, items: Iterable[tuple[Hashable, str]]) -> list[str]:
     for kind, line in items:
         kinds.setdefault(kind, []).append(line)
     shown = sorted(kinds.values(), key=len, reverse=True)
-    lines = [
-        f"{what}{shorten(k[0])}" + (f" (and {len(k) - 1} more)" if k[1:] else "") for k in shown[:_KINDS]
-    ]
+    lines = [f"{what}{shorten(k[0])}" + f" (and {len(k) - 1} more)" * bool(k[1:]) for k in shown[:_KINDS]]
     if rest := sum(map(len, shown[_KINDS:])):
         lines.append(f"{what}{rest} of other kinds: {_DETAILS}")
     return lines

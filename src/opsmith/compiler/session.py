@@ -253,10 +253,8 @@ class Session:
         if self.unpacked >= _MUCH and config.quantize is None and not learns:
             size = f"{self.unpacked / 1e9:.2g} GB of weights in linear layers are read in each call"
             lines.append(f'{size}: quantize="int8" reads a byte a number, opsmith evaluate says what is lost')
-        slow = filter(None, map(measure.without_unit, self.dtypes))
-        lines += [
-            f"{why}, for all that opsmith leaves as it was; float32 or quantize avoids it" for why in slow
-        ]
+        for why in filter(None, map(measure.without_unit, self.dtypes)):
+            lines.append(f"{why}, for all that opsmith leaves as it was; float32 or quantize avoids it")
         if self.other:
             lines.append(f"in {self.other} calls {_OTHER}")
         if not config.verify:

@@ -27,21 +27,17 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[Any], general: bool = F
     context = TracingContext.try_get()
     mode = context.fake_mode if context is not None else None
 
-    def fake(value: Any) -> Any:
-        if not isinstance(value, Tensor) or mode is None:
-            return value
-        if isinstance(value, torch._subclasses.FakeTensor):
-            if value.fake_mode is mode:
-                return value
+    def fake(t: Any) -> Any:
+        if not isinstance(t, Tensor) or mode is None:
+            return t
+        if isinstance(t, torch._subclasses.FakeTensor):
+            if t.fake_mode is mode:
+                return t
             with mode:  # a result from inside Dynamo's graph, which was traced in a mode of its own
-                return torch.empty_strided(
-                    value.shape, value.stride(), dtype=value.dtype, device=value.device
-                )
-        symbolic = context.tensor_to_context.get(value) if context is not None else None
+                return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device)
+        symbolic = context.tensor_to_context.get(t) if context is not None else None
         source = None if symbolic is None else symbolic.tensor_source
-        return mode.from_tensor(
-            value, static_shapes=symbolic is None, symbolic_context=symbolic, source=source
-        )
+        return mode.from_tensor(t, static_shapes=symbolic is None, symbolic_context=symbolic, source=source)
 
     with torch.fx.traceback.preserve_node_meta(), mode or contextlib.nullcontext():
         trace = make_fx(Recorder(gm).run, decompositions, pre_dispatch=True, _allow_non_fake_inputs=True)

@@ -9,7 +9,7 @@ from itertools import accumulate
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.fx import Node
 
 from opsmith import measure
@@ -77,9 +77,7 @@ class Weights:
 
     def __init__(self, examples: Sequence[Any] = (), gone: Callable[[], None] = lambda: None) -> None:
         self._gone = gone
-        self.at = [
-            i for i, e in enumerate(examples) if isinstance(e, torch.nn.Parameter) and not e.is_inference()
-        ]
+        self.at = [i for i, e in enumerate(examples) if isinstance(e, nn.Parameter) and not e.is_inference()]
         self.clear()
 
     def others(self, examples: Sequence[Any]) -> list[int]:

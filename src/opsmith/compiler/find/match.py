@@ -221,9 +221,7 @@ class Matcher:
             if found is None:
                 return None
             env = found
-        if left:
-            return self._fail(env, p, t)
-        return env
+        return self._fail(env, p, t) if left else env
 
     def _coefficient(self, mono: Mono, coef: float) -> tuple[Atom, float, Atom] | None:
         """A monomial of the pattern as (piece of the main input, sign, what it is multiplied by)."""

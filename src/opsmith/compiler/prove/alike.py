@@ -60,12 +60,10 @@ def form(site: Site, value: Value) -> str:
         return names[node]
 
     steps = [f"{name(n)} = {n.target} {map_arg((n.args, n.kwargs), name)}" for n in sorted(site.region)]
-    written = {
-        k: evaluate(v, name, lambda made, args: (made.target, args)) for k, v in site.arguments.items()
-    }
+    call = {k: evaluate(v, name, lambda made, args: (made.target, args)) for k, v in site.arguments.items()}
     outputs = [name(n) for n in site.outputs]
     card = (site.card.name, site.pattern, site.columns, site.after)
-    return "\n".join([str(card), *steps, str(written), str(outputs), *given])
+    return "\n".join([str(card), *steps, str(call), str(outputs), *given])
 
 
 def _kind(value: Any) -> str:

@@ -212,20 +212,16 @@ class Latent:
         for alike in groups.values():
             report, r = alike[0].report, alike[0].reading
             first = next((n for n in _LENGTHS if cheaper(r, 1, n, n) == "expanded"), None)
-            switch = (
-                "absorbed at every length"
-                if first is None
-                else f"a prompt of {first} tokens or more expanded, decoding absorbed"
-            )
+            how = f"a prompt of {first} tokens or more expanded, decoding absorbed"
+            if first is None:
+                how = "absorbed at every length"
             if r.packed:
-                switch += (
-                    f"; projections of {r.packed} as the model has them, that of keys and values unpacked"
-                )
+                how += f"; projections of {r.packed} as the model has them, that of keys and values unpacked"
             decode = operations(r, 1, 1, _ROWS)
             ratio = decode["expanded"] / decode["absorbed"]
             lines.append(
                 f"  {len(alike):3d} x mla          {report.mode:<8} {report.values} values "
-                f"({report.token_bytes} bytes) a token and layer instead of {report.plain_values}; {switch} "
+                f"({report.token_bytes} bytes) a token and layer instead of {report.plain_values}; {how} "
                 f"(by operations: one token at {_ROWS} rows {decode['absorbed'] / 1e6:.0f} M, expanded {ratio:.0f} x); "
                 "not timed against the model's own attention"
             )

@@ -227,9 +227,7 @@ def _attend(
             *(module, q, k, v, attention_mask[:1]),
             plain=words is not None and words.aligned and words.starts is not None,
             window=None if words is None else words.window,
-            options={
-                name: v for name, v in options.items() if name in ("scaling", "softcap", "s_aux", *_MORE)
-            },
+            options={k: v for k, v in options.items() if k in ("scaling", "softcap", "s_aux", *_MORE)},
         )
     )
     own = conventions.own_attention(module, _watching.name)

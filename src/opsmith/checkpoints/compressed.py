@@ -124,7 +124,7 @@ def scheme_of(how: dict[str, Any], path: str) -> Scheme:
     groups = how.get("config_groups")
     if not isinstance(groups, dict) or not all(isinstance(group, dict) for group in groups.values()):
         raise ValueError(f"config_groups must be groups of layers by name, got {str(groups)[:64]}")
-    found = [(target, group) for group in groups.values() for target in group.get("targets") or ()]
+    found: list[tuple[str, Scheme]] = [(t, g) for g in groups.values() for t in g.get("targets") or ()]
     named = [g for t, g in found if t == path or (t.startswith("re:") and re.match(t[3:], path))]
     for group in (*named, *(g for t, g in found if t == "Linear")):
         return group

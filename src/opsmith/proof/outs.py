@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -12,6 +11,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from opsmith.call.arguments import short
+from opsmith.measure.checks import poison
 from opsmith.measure.pool import tensors_of
 from opsmith.operator import Make, Operator, Sample
 from opsmith.proof.verify import FUNCTION, Finding, finding_of, forward
@@ -47,9 +47,7 @@ def _lost(card: Operator, sample: Sample) -> str:
     inputs = (sample.args, dict(sample.kwargs))
     before = [t.clone() for t in tensors_of(inputs)]
     expected = _results(card, sample)
-    given = tree_map_only(
-        Tensor, lambda t: torch.full_like(t, math.nan if t.is_floating_point() else 99), expected
-    )
+    given = tree_map_only(Tensor, lambda t: poison(torch.empty_like(t)), expected)
     back = _call(card, sample, given)
     if any(a is not b for a, b in zip(back, tensors_of(given), strict=True)):
         return "what the call returns is not the tensor that out= gave it"

@@ -179,21 +179,14 @@ def _in_the_dispatcher(card: Operator, sample: Sample, dtype: torch.dtype) -> It
         return
     for func, args, kwargs in recorder.calls.values():
         name = func._schema.name.rpartition("::")[2]
-        checked = partial(_raises, torch.library.opcheck, func, args, kwargs)
+        checked = partial(torch.library.opcheck, func, args, kwargs)
         yield finding_of(card, name, short(dtype), sample, "opcheck", checked)
 
 
-def _raises(check: Callable[..., Any], *args: Any, **options: Any) -> str:
-    """A check that raises where something is wrong, as one that says nothing where all is well."""
-    check(*args, **options)
-    return ""
-
-
-def _both_ways(card: Operator, sample: Sample) -> str:
+def _both_ways(card: Operator, sample: Sample) -> None:
     forward(card.function, sample.args, sample.kwargs)
     if card.differentiable:
         backward(card.function, sample.args, sample.kwargs)
-    return ""
 
 
 def _gradcheck(card: Operator, device: str) -> Iterator[Finding]:
@@ -208,5 +201,5 @@ def _gradcheck(card: Operator, device: str) -> Iterator[Finding]:
         def call(*values: Any, names: list[str] = names, n: int = len(args)) -> Any:
             return card.function(*values[:n], **dict(zip(names, values[n:], strict=True)))
 
-        checked = partial(_raises, torch.autograd.gradcheck, call, (*args, *kwargs.values()), fast_mode=True)
+        checked = partial(torch.autograd.gradcheck, call, (*args, *kwargs.values()), fast_mode=True)
         yield finding_of(card, FUNCTION, "float64", sample, "gradcheck", checked)

@@ -143,12 +143,12 @@ def examine(
 
 
 def finding_of(
-    card: Operator, name: str, dtype: str, sample: Sample, check: str, wrong: Callable[[], str]
+    card: Operator, name: str, dtype: str, sample: Sample, check: str, wrong: Callable[[], object]
 ) -> Finding:
-    """The finding of a check that says what is wrong, or nothing; what it raises is wrong too."""
+    """The finding of a check that gives what is wrong as a text, if anything; what it raises is wrong too."""
     try:
         with always_native():
-            why = wrong()
+            why = said if isinstance(said := wrong(), str) else ""
     except Exception as raised:
         why = shorten(f"raised {type(raised).__name__}: {raised}", 300)
     error = math.inf if why else 0.0

@@ -18,6 +18,7 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache, cached_property
+from itertools import zip_longest
 from typing import Any
 
 Dim = Any  # an int, or a sympy expression for a symbolic size
@@ -131,14 +132,8 @@ def is_row_constant(shape: Shape) -> bool:
 
 def broadcast(shapes: Iterable[Shape]) -> Shape:
     """The shape of an elementwise result; sizes are trusted (the program has run)."""
-    result: list[Dim] = []
-    for shape in shapes:
-        for i, dim in enumerate(reversed(shape)):
-            if i >= len(result):
-                result.append(dim)
-            elif isinstance(result[i], int) and result[i] == 1:
-                result[i] = dim
-    return tuple(reversed(result))
+    axes = zip_longest(*map(reversed, shapes), fillvalue=1)
+    return tuple([next((d for d in dims if not (isinstance(d, int) and d == 1)), 1) for dims in axes])[::-1]
 
 
 def _accumulate(terms: dict[Mono, float], mono: Mono, coef: float) -> None:
@@ -267,15 +262,10 @@ class Space:
         One factor of unknown sign is positive where the product is; two need not be, and an even power hides
         its sign: the root of a square is no identity.
         """
-        unknown = 0
-        for atom, power in mono.factors:
-            of_exponentials = atom.name == "sum" and all(m.expo for m, _ in atom.args[0].terms)
-            if of_exponentials or not float(power).is_integer():
-                continue
-            if power % 2 == 0:
-                return False
-            unknown += 1
-        return unknown <= 1
+        whole = [(a, p) for a, p in mono.factors if float(p).is_integer()]
+        # A sum of exponentials is positive.
+        unknown = [p for a, p in whole if a.name != "sum" or not all(m.expo for m, _ in a.args[0].terms)]
+        return len(unknown) <= 1 and all(p % 2 for p in unknown)
 
     def exp(self, a: Poly) -> Poly:
         """e ** a, with constants taken out and logarithms undone, but for a mask's beside scores."""

@@ -15,12 +15,9 @@ from opsmith.compiler.algebra.terms import Atom, Mono, Poly, Shape, Space, is_ro
 Piece = tuple[str, int, int]  # ("block", start, length), or ("turn", first, step)
 
 # Functions of one value, element by element.
-ELEMENTWISE = frozenset(
-    (
-        *("cos", "sin", "erf", "log", "base", "rounded"),
-        *("larger", "where", "above", "at_least", "equal", "not", "keep", "fill"),
-    )
-)
+_CURVES = ("cos", "sin", "erf", "log", "base", "rounded")
+_CHOICES = ("larger", "where", "above", "at_least", "equal", "not", "keep", "fill")
+ELEMENTWISE = frozenset((*_CURVES, *_CHOICES))
 
 
 def join(kind: str, parts: list[Poly], sizes: tuple[int, ...], shape: Shape) -> Poly:

@@ -79,9 +79,7 @@ class Paged:
         from opsmith.compiler.modules.paged import prove
         from opsmith.decoding import cache as paged
 
-        cache = call.cache
-        if cache is None:
-            cache = conventions.new_cache(model)
+        cache = conventions.new_cache(model) if call.cache is None else call.cache
         layers = cache.layers
         if conventions.pages_of(cache) is None:
             if (why := paged.unfit(cache)) is not None:

@@ -188,16 +188,11 @@ class _Run:
         with torch.no_grad():
             notes: list[str] = []
             one = Forward(self.card, self.sample)
-            mine: dict[str, Callable[..., Any]] = {}
-            into: dict[str, Callable[..., Any]] = {}
             there = self.card.candidates(*self.sample.args, **self.sample.kwargs)[0]
-            takes_out = any(i.takes_out for i in there)
-            for implementation in (Implementation(OURS, self.card.function, takes_out=takes_out), *there):
-                if implementation.name == "eager":
-                    continue
-                mine[implementation.name] = partial(_call, implementation.fn)
-                if implementation.takes_out:
-                    into[f"{implementation.name}, out="] = partial(_call_into, implementation)
+            public = Implementation(OURS, self.card.function, takes_out=any(i.takes_out for i in there))
+            ours = [i for i in (public, *there) if i.name != "eager"]
+            mine = {i.name: partial(_call, i.fn) for i in ours}
+            into = {f"{i.name}, out=": partial(_call_into, i) for i in ours if i.takes_out}
             theirs = {title: partial(_call, fn) for title, fn in self._peers(notes)}
             return self._measure(one, mine, into, theirs, notes)
 

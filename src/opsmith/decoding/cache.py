@@ -238,9 +238,7 @@ class PagedLayer(OnPages):
         self.held.write(update.key, update.value, pages.step.slots)
         return pages.step
 
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Hold new keys and values, and give back those of all columns that the new tokens may see."""
         update = self.write(key_states, value_states)
         if torch.compiler.is_compiling():

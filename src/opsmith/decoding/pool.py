@@ -23,9 +23,7 @@ class KeyValuePool:
         ahead: how many blocks to have room for at first.
     """
 
-    def __init__(
-        self, key: Tensor, value: Tensor, block_size: int, dtype: torch.dtype, ahead: int = 0
-    ) -> None:
+    def __init__(self, key: Tensor, value: Tensor, block_size: int, dtype: torch.dtype, ahead: int = 0):
         self.block_size, self.dtype, self.given = block_size, dtype, key.dtype
         self._ahead, self._blocks = ahead or -(-_AHEAD // block_size), 0
         self.parts: dict[str, Any] = {}  # as the operators' arguments are called

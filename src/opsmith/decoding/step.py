@@ -33,9 +33,7 @@ class _Stateless(CacheLayerMixin):  # type: ignore[misc]  # transformers has no 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """There is nothing to prepare."""
 
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         return key_states, value_states
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:

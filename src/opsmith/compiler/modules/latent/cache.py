@@ -51,9 +51,7 @@ class LatentLayer(OnPages):
         """There is nothing to prepare."""
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """The original attention goes on with this cache: its rows are written, and all rows are given back."""
         cache = self.pages.caches[self.index]
         if (key_states.shape[1], key_states.shape[3]) != (1, cache.kv_lora):

@@ -83,11 +83,8 @@ def last_uses(
     What shares memory was seen in the recorded run. A value that `varies` may do so at other sizes only, so each
     that is made of a buffer by something that can be a view counts as one.
     """
-    owner: dict[int, Node] = {}
+    owner = {memory(t): node for node, tensors in candidates.items() for t in tensors}
     order = {n: i for i, n in enumerate(nodes)}
-    for node, tensors in candidates.items():
-        for t in tensors:
-            owner[memory(t)] = node
     last = {node: order[node] for node in candidates}
     inputs = {memory(v) for n, v in env.items() if n.op in ("placeholder", "get_attr")}
     shared: dict[Node, set[Node]] = {}  # the results whose memory a value may be in

@@ -120,16 +120,13 @@ def alone(implementation: Implementation, call: Mapping[str, Any], new: bool) ->
         new: whether the result is new at every call; where not, all stays in place, as far as that may be.
     """
     out = implementation.fn(**call) if implementation.takes_out and not new else None
-    buffers: list[Tensor] = []  # all tensors that are named: they are held, so their ids stay their own
-    index: dict[int, int] = {}
+    # By id, all tensors that are named, each with its number: they are held, so their ids stay their own.
+    buffers: dict[int, tuple[int, Tensor]] = {}
 
     def stands(value: Any) -> str | None:
         if not isinstance(value, Tensor):
             return None
-        if id(value) not in index:
-            index[id(value)] = len(buffers)
-            buffers.append(value)
-        return f"buffers[{index[id(value)]}]"
+        return f"buffers[{buffers.setdefault(id(value), (len(buffers), value))[0]}]"
 
     writer = Writer({"y"}, stands)
     places = {memory(value) for value in (*call.values(), *(out if isinstance(out, tuple) else (out,)))}
@@ -141,4 +138,4 @@ def alone(implementation: Implementation, call: Mapping[str, Any], new: bool) ->
     else:
         lines = writer.site("y", implementation.fn, implementation.name, call, out, {})
     _, run = writer.compile(lines)
-    return partial(run, (), buffers)
+    return partial(run, (), [t for _, t in buffers.values()])

@@ -154,12 +154,9 @@ class Latent:
             why = call.refusal(p for s in self.sites for p in s.module.parameters())
             if not all(s.roles.known and conventions.place(s.module) is not None for s in self.sites):
                 why = why or "its layers keep something else than a cache of Hugging Face's"
-            pages = None
-            if why is None:
-                pages, why = self._pages(call)
-            if why is not None:
-                self.fallbacks[why] += 1
-            if pages is None:
+            pages = why or self._pages(call)
+            if isinstance(pages, str):
+                self.fallbacks[pages] += 1
                 # A cache that writes in place, pages too, changes at every run of a graph, and studying takes several.
                 through = call.cache is None or _grows(call.cache)
                 return (run if through else model._call_impl)(*args, **kwargs)
@@ -172,24 +169,23 @@ class Latent:
             pages.commit(tokens)
             return result
 
-    def _pages(self, call: conventions.ModelCall) -> tuple[LatentPages | None, str | None]:
+    def _pages(self, call: conventions.ModelCall) -> LatentPages | str:
         """The pages of the call's cache, which is taken over where it is the library's own; or why not."""
         from opsmith.compiler.modules.latent import cache as latent_cache
 
-        why = None if call.cache is None else latent_cache.unfit(call.cache)
-        if why is not None:
-            return None, why
+        if call.cache is not None and (why := latent_cache.unfit(call.cache)):
+            return why
         batch, tokens = call.tokens.shape[:2]
         past = 0 if call.cache is None else call.cache.get_seq_length()
         starts = call.padding(past + tokens)
         if isinstance(starts, str):
-            return None, starts
+            return starts
         if call.cache is None:
             call.cache = conventions.new_cache()
         pages = conventions.pages_of(call.cache)
         if pages is None:
             if past and not all(site.portable for site in self.sites):
-                return None, "the cache has keys of heads in it"
+                return "the cache has keys of heads in it"
             size = self.config.mla_block
             pools = self._spare.pop() if self._spare else None
             pools = pools or [s.cache(self.config.mla_cache, batch, size) for s in self.sites]
@@ -198,8 +194,7 @@ class Latent:
                 weakref.finalize(pages, keep_one, self._spare, pools).atexit = False
             places = [(conventions.place(s.module) or 0, s.order) for s in self.sites]
             latent_cache.adopt(call.cache, pages, places)
-        why = call.begin(pages, past, starts)
-        return (pages, None) if why is None else (None, why)
+        return call.begin(pages, past, starts) or pages
 
     def lines(self) -> list[str]:
         """For the plan: what is cached, and when which form runs."""

@@ -112,15 +112,13 @@ def alone(roles: Roles, given: Mapping[str, Any], tokens: slice) -> dict[str, An
     """The other arguments of an attention module's call, for some tokens of its first sequence without a cache."""
     if roles == HUGGING_FACE:
         return {}
-    rest: dict[str, Any] = {}
-    for name, value in given.items():
-        if value is None or isinstance(value, bool | int | float | str):
-            rest[name] = value
-        elif name == roles.mask:
+    rest = {name: v for name, v in given.items() if name != roles.hidden and name not in roles.table}
+    for name, value in rest.items():
+        if isinstance(value, Tensor) and name == roles.mask:
             rest[name] = value[:1, ..., tokens, tokens] if value.dim() > 2 else value[tokens, tokens]
-        elif isinstance(value, Tensor) and name != roles.hidden and name not in roles.table:
+        elif isinstance(value, Tensor):
             rest[name] = value[:1, tokens] if value.dim() == 2 else value
-        elif name != roles.hidden and name not in roles.table:
+        elif not isinstance(value, bool | int | float | str):
             rest[name] = None
     return rest
 

@@ -43,10 +43,22 @@ def test_help_imports_neither_torch_nor_any_verb() -> None:
     assert all(verb in out for verb in VERBS)
 
 
+END = "what the next verb says\n"
+
+
+@pytest.fixture(scope="module")
+def helps() -> dict[str, str]:
+    """What each verb says to `-h`, and whether torch is imported by then: of one process that is asked for all."""
+    code = (
+        "import sys; from opsmith.cli import VERBS, main\n"
+        f"for verb in VERBS: print(main([verb, '-h']), 'torch' in sys.modules, end={chr(10) + END!r})"
+    )
+    return dict(zip(VERBS, in_a_new_process(code).split(END), strict=False))
+
+
 @pytest.mark.parametrize("verb", VERBS)
-def test_the_help_of_a_verb_shows_an_example_and_imports_no_torch(verb: str) -> None:
-    code = f"import sys; from opsmith.cli import main; print(main(['{verb}', '-h']), 'torch' in sys.modules)"
-    out = in_a_new_process(code)
+def test_the_help_of_a_verb_shows_an_example_and_imports_no_torch(verb: str, helps: dict[str, str]) -> None:
+    out = helps[verb]
     assert f"Example: opsmith {verb}" in out
     assert "--json" in out
     assert out.endswith("0 False\n")

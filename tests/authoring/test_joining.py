@@ -18,6 +18,7 @@ from opsmith.cli import main
 from opsmith.kernels import triton
 from opsmith.kernels.compiler import find_compiler
 from opsmith.operator import Cost, Make, Sample
+from tests.profiler.conftest import fixed_roofs  # noqa: F401  the roofs take seconds to measure
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 HEADS, DIM = 2, 16

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.profiler.conftest import fixed_roofs  # noqa: F401  the roofs take seconds to measure
 
 import opsmith
 from opsmith.cli import main

@@ -17,9 +17,9 @@ RATES = {
 }
 
 
-@pytest.fixture(scope="package", autouse=True)
+@pytest.fixture(scope="module", autouse=True)  # of modules elsewhere too, that import it
 def fixed_roofs() -> Iterator[None]:
-    """`Roofs.measure` answers at once; `measured_roofs` has the real one."""
+    """`Roofs.measure` answers at once; `measured_for_tests` is the real one."""
 
     def measure(self: Roofs, dtypes: object) -> None:
         self.rates = dict(RATES)

@@ -30,6 +30,7 @@ from opsmith.compiler.kept import Kept, TuningCache, directory
 from opsmith.kernels import cache
 from opsmith.profiler import marks
 from opsmith.profiler.result import Profile
+from tests.profiler.conftest import fixed_roofs  # noqa: F401  the roofs take seconds to measure
 
 ROOT = Path(__file__).parents[2]
 

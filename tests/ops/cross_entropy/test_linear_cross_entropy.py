@@ -24,7 +24,7 @@ def test_it_is_linear_then_cross_entropy() -> None:
         torch.testing.assert_close(got, F.cross_entropy(F.linear(hidden, weight), target, **options))
 
 
-@pytest.mark.parametrize(("rows", "k", "classes"), [(256, 512, 32000), (512, 128, 16000), (2048, 64, 8192)])
+@pytest.mark.parametrize(("rows", "k", "classes"), [(256, 256, 32000), (512, 128, 16000), (2048, 64, 8192)])
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_logits_never_exist_as_a_whole(

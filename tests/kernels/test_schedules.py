@@ -23,5 +23,5 @@ def test_all_headers_can_be_included_together(tier: str, tmp_path: Path) -> None
     source = tmp_path / "all.cpp"
     source.write_text("".join(f'#include "{header}"\n' for header in headers))
     folders = [f"-I{folder}" for folder in libraries.HEADERS]
-    flags = ["-std=c++17", *isa.FLAGS[tier], *folders]
+    flags = ["-std=c++20", *isa.FLAGS[tier], *folders]
     subprocess.run([*found.command, *flags, "-fsyntax-only", "-w", str(source)], check=True)

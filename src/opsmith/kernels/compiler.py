@@ -18,7 +18,7 @@ from pathlib import Path
 from subprocess import PIPE, STDOUT, Popen
 from typing import Any
 
-_BASE_FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fdiagnostics-color=never", "-pipe")
+_BASE_FLAGS = ("-std=c++20", "-O3", "-fPIC", "-fvisibility=hidden", "-fdiagnostics-color=never", "-pipe")
 # No kernel reads errno or floating-point exceptions, and without these loops that could set them stay scalar.
 _MATH_FLAGS = ("-fno-math-errno", "-fno-trapping-math")
 COMPILE_FLAGS = (*_BASE_FLAGS, *_MATH_FLAGS)

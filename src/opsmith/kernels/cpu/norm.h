@@ -28,9 +28,7 @@ class Parameter {
     if (!v.defined()) {
       for (int64_t i = 0; i < n; ++i) memory_[i] = from_float<P>(missing);
     } else if constexpr (std::is_same_v<P, float>) {
-      with_float_type(v.dtype, [&](auto* t) {
-        in_pair_order<T>(v.as<std::remove_pointer_t<decltype(t)>>(), n, memory_.get());
-      });
+      with_float_type(v.dtype, [&]<class U>(U*) { in_pair_order<T>(v.as<U>(), n, memory_.get()); });
       for_lanes(n,
                 [&](int64_t i, auto k) { store(memory_.get() + i, load(memory_.get() + i, k) + offset, k); });
     }

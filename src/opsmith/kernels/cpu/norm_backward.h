@@ -178,14 +178,12 @@ void norm_backward(const NormGradients& of, const View& weight, float offset, co
                    const View& dbias) {
   const int64_t rows = of.s.sizes[0], n = of.s.sizes[1];
   ColumnSums<2> sums(rows, n, row_grain(n, norm_task));  // dweight and dbias
-  with_float_type(of.s.dtype, [&](auto* t) {
-    using T = std::remove_pointer_t<decltype(t)>;
+  with_float_type(of.s.dtype, [&]<class T>(T*) {
     if (of.dx.defined()) {
       const int64_t tensors = of.dsummed.defined() ? 4 : 3;
       const bool streaming = outlives_cache(rows * n * int64_t(sizeof(T)), tensors) &&
                              can_stream_rows<T>(of.dx);
-      with_parameter_type<T>(offset != 0.0f, weight, View{}, [&](auto* p) {
-        using P = std::remove_pointer_t<decltype(p)>;
+      with_parameter_type<T>(offset != 0.0f, weight, View{}, [&]<class P>(P*) {
         const Parameter<T, P> w(weight, n, 1.0f, offset);
         sums.over_rows([&](int64_t begin, int64_t end, const auto& to) {
           NormBackward<centered, T, P>(of, streaming, w.data(), to[0], to[1])(begin, end);

@@ -13,7 +13,7 @@
 
 namespace opsmith {
 
-// Calls f with a null pointer of the element type, so that a lambda can name it: `[&](auto* t)`.
+// Calls f with a null pointer of the element type, so that a lambda can name it: `[&]<class T>(T*)`.
 template <class F>
 inline void with_float_type(DType dtype, F&& f) {
   switch (dtype) {

@@ -38,7 +38,7 @@ inline int64_t sizes_between(const View& v, int64_t first, int64_t last) {
   return product;
 }
 
-// Calls f with a null pointer of the ids' type, so that a lambda can name it: `[&](auto* t)`.
+// Calls f with a null pointer of the ids' type, so that a lambda can name it: `[&]<class T>(T*)`.
 template <class F>
 inline void with_id_type(DType dtype, F&& f) {
   if (dtype == DType::i32) {

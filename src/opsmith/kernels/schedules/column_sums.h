@@ -48,9 +48,7 @@ class ColumnSums {
   void write(int kind, const View& to) {
     float* const total = sums(0) + kind * stride_;
     for (int64_t c = 1; c < threads_ * each_; ++c) add(total, sums(c) + kind * stride_, n_);
-    with_float_type(to.dtype, [&](auto* o) {
-      from_pair_order<T>(total, n_, to.as<std::remove_pointer_t<decltype(o)>>());
-    });
+    with_float_type(to.dtype, [&]<class U>(U*) { from_pair_order<T>(total, n_, to.as<U>()); });
   }
 
  private:

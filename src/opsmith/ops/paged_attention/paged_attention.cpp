@@ -296,8 +296,7 @@ class Paged {
     for (int64_t r = 0; r < whole.heads * slots_ / unit(); ++r) {
       walk.to.offset[r] = (whole.head + r * unit() / slots_) * c_.keys.strides[2];
     }
-    with_float_type(q_.dtype, [&](auto* t) {
-      using Q = std::remove_pointer_t<decltype(t)>;
+    with_float_type(q_.dtype, [&]<class Q>(Q*) {
       for (int64_t r = 0; r < whole.heads * slots_; ++r) {
         const int64_t of = r % slots_, h = query_head(whole.head + r / slots_, of);
         const Q* from = row_of<Q>(q_, whole.sequence, of % queries_, h);
@@ -550,8 +549,7 @@ class Paged {
     const auto part = [&](int64_t i) { return sums_of(pieces[i].whole); };
     share_out(count, lanes_, exponent_, part);
     const Sums into = part(0);
-    with_float_type(out_.dtype, [&](auto* t) {
-      using Q = std::remove_pointer_t<decltype(t)>;
+    with_float_type(out_.dtype, [&]<class Q>(Q*) {
       for_rows(whole, [&](int64_t r, int64_t head, int64_t query) {
         float* const row = into.row(r);
         for (int64_t c = 0; c < width_; c += W) {

@@ -346,7 +346,7 @@ void attention(const AttentionCall& x) {
       x.k.sizes[1] * x.k.sizes[2] * x.k.sizes[3] >= kManyKeys) {
     return decode(x);
   }
-  with_float_type(x.q.dtype, [&](auto* t) { run<std::remove_pointer_t<decltype(t)>>(x); });
+  with_float_type(x.q.dtype, [&]<class T>(T*) { run<T>(x); });
 }
 
 }  // namespace opsmith

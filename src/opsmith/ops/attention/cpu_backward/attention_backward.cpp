@@ -371,8 +371,7 @@ void run(const AttentionCall& x, const AttentionGradients& to) {
   if (!to.dsinks.defined()) return;
   std::vector<double> sums(size_t(x.q.sizes[1]));
   for (const AttentionBackward<T>& part : parts) part.add_sinks(sums);
-  with_float_type(to.dsinks.dtype, [&](auto* t) {
-    using S = std::remove_pointer_t<decltype(t)>;
+  with_float_type(to.dsinks.dtype, [&]<class S>(S*) {
     for (size_t h = 0; h < sums.size(); ++h) {
       to.dsinks.as<S>()[int64_t(h) * to.dsinks.strides[0]] = from_float<S>(float(sums[h]));
     }
@@ -383,7 +382,7 @@ void run(const AttentionCall& x, const AttentionGradients& to) {
 
 void attention_backward(const AttentionCall& x, const AttentionGradients& to) {
   if (x.k.sizes[1] == 0) return;
-  with_float_type(x.q.dtype, [&](auto* t) { run<std::remove_pointer_t<decltype(t)>>(x, to); });
+  with_float_type(x.q.dtype, [&]<class T>(T*) { run<T>(x, to); });
 }
 
 }  // namespace opsmith

@@ -387,8 +387,8 @@ class Attention {
 
 void attention(const AttentionCall& call) {
   if (call.q_nope.sizes[0] == 0) return;
-  with_float_type(call.q_rope.dtype, [&](auto* t) {
-    Attention<std::remove_pointer_t<decltype(t)>> attention(call);
+  with_float_type(call.q_rope.dtype, [&]<class T>(T*) {
+    Attention<T> attention(call);
     attention.run();
   });
 }

@@ -10,8 +10,7 @@ constexpr int64_t kTokens = 32;  // that a head's weight meets at once
 
 void kv_epilogue(View a, const Keys& keys) {
   const KeyWriter writer(keys);
-  with_float_type(a.dtype, [&](auto* t) {
-    using T = std::remove_pointer_t<decltype(t)>;
+  with_float_type(a.dtype, [&]<class T>(T*) {
     const int64_t grain = row_grain(keys.gamma2.sizes[0] + keys.rope_size, 8192);
     parallel_for(a.sizes[0], grain, [&](int64_t begin, int64_t end) {
       float* const memory = scratch(writer.memory());
@@ -24,8 +23,7 @@ void q_epilogue(View q, const Queries& c) {
   const View& wuk = c.wuk;
   const int64_t tokens = q.sizes[0], heads = q.sizes[1], head = q.sizes[2], kv_lora = wuk.sizes[2];
   const int64_t groups = ceil_div(tokens, kTokens);
-  with_float_type(q.dtype, [&](auto* t) {
-    using T = std::remove_pointer_t<decltype(t)>;
+  with_float_type(q.dtype, [&]<class T>(T*) {
     const int64_t cost = std::min(tokens, kTokens) * wuk.sizes[1] * kv_lora;
     parallel_for(groups * heads, row_grain(cost, int64_t{1} << 18), [&](int64_t begin, int64_t end) {
       float* const x = scratch(kTokens * (head + kv_lora) + 2 * (head - wuk.sizes[1]) + 4 * W);

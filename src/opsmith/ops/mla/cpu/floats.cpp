@@ -4,10 +4,7 @@
 namespace opsmith::mla {
 
 void in_floats(const PreprocessCall& call) {
-  with_float_type(call.x.dtype, [&](auto* t) {
-    using T = std::remove_pointer_t<decltype(t)>;
-    run<FloatWeight<T>>(call);
-  });
+  with_float_type(call.x.dtype, [&]<class T>(T*) { run<FloatWeight<T>>(call); });
 }
 
 }  // namespace opsmith::mla

@@ -4,8 +4,7 @@
 namespace opsmith::mla {
 
 void in_integers(const PreprocessCall& call) {
-  with_float_type(call.x.dtype, [&](auto* t) {
-    using T = std::remove_pointer_t<decltype(t)>;
+  with_float_type(call.x.dtype, [&]<class T>(T*) {
     call.quant == Quant::per_token ? run<IntegerProduct<T, true>>(call) : run<IntegerProduct<T, false>>(call);
   });
 }

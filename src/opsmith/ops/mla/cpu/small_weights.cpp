@@ -4,8 +4,7 @@
 namespace opsmith::mla {
 
 void with_small_weights(const PreprocessCall& call) {
-  with_float_type(call.x.dtype, [&](auto* t) {
-    using T = std::remove_pointer_t<decltype(t)>;
+  with_float_type(call.x.dtype, [&]<class T>(T*) {
     call.quant == Quant::weight_int8 ? run<Int8Weight<T>>(call) : run<Int4Weight<T>>(call);
   });
 }

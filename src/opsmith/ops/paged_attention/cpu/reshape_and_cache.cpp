@@ -37,8 +37,7 @@ void write(const View& x, int64_t token, int64_t head, const View& cache, const 
 
 void reshape_and_cache(const View& k, const View& v, const View& slots, const PagedCache& cache) {
   const int64_t tokens = k.sizes[0] * k.sizes[1], heads = k.sizes[2], size = cache.block_size();
-  with_float_type(k.dtype, [&](auto* t) {
-    using T = std::remove_pointer_t<decltype(t)>;
+  with_float_type(k.dtype, [&]<class T>(T*) {
     parallel_for(tokens, row_grain(heads * (k.sizes[3] + v.sizes[3]), kGrain),
                  [&](int64_t begin, int64_t end) {
                    for (int64_t token = begin; token < end; ++token) {

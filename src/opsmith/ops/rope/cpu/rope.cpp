@@ -74,9 +74,7 @@ void rotate_all(const View& xv, const View& morev, const Table<C>& table, const 
 
 void rope(View x, View more, View cos, View sin, View positions, Rotation rotation, View y, View more_y) {
   const int64_t half = rotation.dims / 2;
-  auto run = [&](auto* t, auto* c) {
-    using T = std::remove_pointer_t<decltype(t)>;
-    using C = std::remove_pointer_t<decltype(c)>;
+  auto run = [&]<class T, class C>(T*, C*) {
     const Table<C> table{cos, sin, positions, half, rotation.inverse};
     if (rotation.interleaved) return rotate_all<true, T>(x, more, table, y, more_y);
     return rotate_all<false, T>(x, more, table, y, more_y);

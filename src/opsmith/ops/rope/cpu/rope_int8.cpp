@@ -58,8 +58,7 @@ void rotate_all(const View& xv, const View& scale, const Table<C>& table, const 
 
 void rope_int8(View x, View scale, View cos, View sin, View positions, Rotation rotation, View y,
                View y_scale) {
-  with_float_type(cos.dtype, [&](auto* c) {
-    using C = std::remove_pointer_t<decltype(c)>;
+  with_float_type(cos.dtype, [&]<class C>(C*) {
     const Table<C> table{cos, sin, positions, rotation.dims / 2};
     if (rotation.interleaved) return rotate_all<true>(x, scale, table, y, y_scale);
     return rotate_all<false>(x, scale, table, y, y_scale);

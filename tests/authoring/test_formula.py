@@ -59,6 +59,7 @@ def test_a_choice_between_numbers_is_one_of_python() -> None:
     ("text", "message", "column"),
     [
         ("a +", "here the formula can't be read", 3),
+        ("(a + b", r"here the formula can't be read: '\(' was never closed", 1),
         ("a + c", "c is unknown; there are: a, b", 5),
         ("a + foo(b)", "foo is no function here", 5),
         ("a.data", "not in the language", 1),

@@ -73,6 +73,9 @@ def parse(
     nodes |= {n: graph.leaf("attribute", n, truth=isinstance(v, bool)) for n, v in attributes.items()}
     shapes: dict[str, Shape] = {}
     made: dict[str, Node] = {}
+    for name in text:
+        if name not in outputs:
+            raise FormulaError(f"formula {name!r} belongs to no output; the outputs are {', '.join(outputs)}")
     for name, declared in outputs.items():
         if name not in text:
             raise FormulaError(f'output {name} has no formula; add one, such as {name!r}: "..."')
@@ -80,9 +83,6 @@ def parse(
         node = parser.parse()
         shapes[name] = parser.fit(node, declared)
         made[name] = node
-    for name in text:
-        if name not in outputs:
-            raise FormulaError(f"formula {name!r} belongs to no output; the outputs are {', '.join(outputs)}")
     words = names_in(" ".join(text.values()))
     used = {name: default for name, default in attributes.items() if name in words}
     formula = Formula(dict(inputs), used, made, shapes, dict(text), graph, truths)
@@ -136,7 +136,7 @@ class _Parser:
             tree = ast.parse(self.text.lstrip(" \t"), mode="eval").body
         except SyntaxError as error:
             at = (error.offset or len(self.text)) - 1 + len(self.text) - len(self.text.lstrip(" \t"))
-            self.refuse(min(at, len(self.text)), "here the formula can't be read")
+            self.refuse(min(at, len(self.text)), f"here the formula can't be read: {error.msg}")
         except (RecursionError, MemoryError, ValueError):
             raise FormulaError(f"the formula of {self.output} is nested too deeply") from None
         node = self.node(tree, 0)

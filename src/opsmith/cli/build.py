@@ -80,7 +80,7 @@ def run(
             if other.name not in known:
                 output.console.print(f"{other} is left out: {backends.missing(other.name)}")
         if missing := sorted(set(chosen) - set(kernels.backends())):
-            there = ", ".join(kernels.backends()) or "none"
+            there = f"{', '.join(kernels.backends()) or 'none'}; looked in {kernels.folder / 'kernels'}"
             raise CommandError(
                 f"build: {kernels.name} has no kernels for {missing[0]!r}; it has kernels for: {there}"
             )

@@ -34,7 +34,7 @@ def load_with_tokenizer(path: Path) -> tuple[nn.Module, Any]:
             model = transformers.AutoModelForCausalLM.from_pretrained(
                 where, dtype="float32", **LOCAL, **options
             )
-    with refused(f"{path} has no tokenizer that loads"), quiet():
+    with refused(f"{path} has no tokenizer that loads (tokenizer.save_pretrained writes one)"), quiet():
         from transformers import AutoTokenizer
 
         return model.eval(), AutoTokenizer.from_pretrained(where, **LOCAL, **options)

@@ -16,7 +16,7 @@ MATMUL, ATTENTION, NORM, ROPE = "MatMul", "Attention", "Norm", "RoPE"
 EMBEDDING, SOFTMAX, ACTIVATION = "Embedding", "Softmax", "Activation"
 COPIES, LOSS, OTHER, FRAMEWORK = "Cache and copies", "Loss and sampling", "Other", "Framework"
 CLASSES = (MATMUL, ATTENTION, NORM, ROPE, EMBEDDING, SOFTMAX, ACTIVATION, COPIES, LOSS, OTHER, FRAMEWORK)
-OVER_ROOF = 1.05  # a row that did more than this part of what the roofs allow has a wrong formula or clock
+OVER_ROOF = 1.05  # a row that did more than this part of what the roofs allow is wrongly counted or timed
 
 
 @dataclass

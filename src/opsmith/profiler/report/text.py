@@ -71,7 +71,7 @@ def trust(profile: Findings) -> list[str]:
             f"{phase.covered(MATMUL, ATTENTION):.1%}); rows sum to {phase.total / (phase.wall or 1):.1%} of wall time"
         )
         lines += [
-            f"ERROR: {row.operator} {row.shape} is at {row.of_roof or 0:.0%} of its roof: formula or clock is wrong"
+            f"ERROR: {row.operator} {row.shape} is at {row.of_roof or 0:.0%} of its roof: wrong formula, clock or roof"
             for row in phase.over_roof
         ]
         lines += [f"ERROR: {fault}" for fault in dict.fromkeys(row.fault for row in phase.rows) if fault]

@@ -421,6 +421,7 @@ def test_a_compiled_model_that_nobody_holds_takes_its_weights_along(x: torch.Ten
         gc.collect()
         assert [tuple(t.shape) for ref in made if (t := ref()) is not None and t.numel()] == []
         counts.append(len(held()))
+    gc.unfreeze()
     assert counts[1] == counts[2]
 
 

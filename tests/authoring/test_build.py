@@ -146,7 +146,8 @@ def test_a_project_without_any_kernel_is_not_built(
 ) -> None:
     folder = normed_turn.write(tmp_path, "turn_of_nothing", backends=())
     assert main(["build", str(folder)]) == 1
-    assert "has no kernels for 'cpu'; it has kernels for: none; looked in" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "turn_of_nothing has no kernels for 'cpu'; it has kernels for: none; looked in" in error
 
 
 def test_without_nvcc_the_next_step_is_named(

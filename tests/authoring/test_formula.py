@@ -102,6 +102,13 @@ def test_deep_and_long_formulas_are_refused() -> None:
             parse({"y": text}, {"a": X}, {"y": None})
 
 
+def test_formulas_and_outputs_are_each_other_s() -> None:
+    with pytest.raises(FormulaError, match="output z has no formula; add one"):
+        parse({"y": "a"}, {"a": X}, {"y": None, "z": None})
+    with pytest.raises(FormulaError, match="formula 'x' belongs to no output; the outputs are y"):
+        parse({"y": "a", "x": "a"}, {"a": X}, {"y": None})
+
+
 @pytest.mark.parametrize(
     ("text", "declared", "shape"),
     [("sum(a)", None, ("B", 1)), ("sum(a)", ("B",), ("B",)), ("a * sum(a)", ("B", "N"), ("B", "N"))],

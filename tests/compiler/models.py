@@ -280,11 +280,13 @@ _GPTJ = {
     "bos_token_id": 0,
     "eos_token_id": 0,
 }
-# Every way in which the library's models write the rotary embedding. Qwen 3 and Gemma have Llama's, word for word.
+# Every way in which the library's models write the rotary embedding.
 ROTARY: dict[str, dict[str, Any]] = {
     "llama": _SMALL,
     "mistral": _SMALL,
     "qwen2": _SMALL,
+    "qwen3": {**_SMALL, "head_dim": 8},
+    "gemma": {**_SMALL, "head_dim": 8},
     "gpt_neox": _SMALL,  # a part of each head
     "phi": _SMALL,
     "gptj": _GPTJ,  # neighbors, heads behind tokens

@@ -105,7 +105,7 @@ def test_blocks_of_a_model_are_alike(exact: list[str]) -> None:
     ],
     ids=["scale", "shift", "nan", "inf", "zeros", "shape", "order"],
 )
-@pytest.mark.parametrize("layer", [0, 3])  # one proved itself, and one like it with layers on both sides
+@pytest.mark.parametrize("layer", [0, 3, LAYERS - 1])
 def test_one_wrong_layer_of_many_is_noticed(
     layer: int, change: Callable[[torch.Tensor], torch.Tensor], plant: Callable[..., None]
 ) -> None:

@@ -350,8 +350,7 @@ def _kind(kind: str) -> Any:
         pytest.importorskip("transformers")
         from tests.compiler.test_latent import deepseek, prompts
 
-        mixture = {"num_hidden_layers": 1, "first_k_dense_replace": 0}
-        model = opsmith.optimize(deepseek("V3", **mixture), prompts(2, 8), config=config)
+        model = opsmith.optimize(deepseek("V3"), prompts(2, 8), config=config)
         model.generate(**prompts(2, 8), do_sample=False, max_new_tokens=3)
         assert model.opsmith.latent.sites
         return model

@@ -88,5 +88,5 @@ def advise(start: int, size: int, advice: str) -> None:
     at = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
     size = (start + size) // mmap.PAGESIZE * mmap.PAGESIZE - at
     if sys.platform.startswith("linux") and size >= _LEAST:
-        number = getattr(mmap, advice, 25)  # which is that of MADV_COLLAPSE, of Linux 6.1
+        number = 25 if advice == "MADV_COLLAPSE" else getattr(mmap, advice)  # of Linux 6.1, unknown to mmap
         ctypes.CDLL(None).madvise(ctypes.c_void_p(at), ctypes.c_size_t(size), number)

@@ -42,8 +42,12 @@ def together(
     most = sum(p.nbytes for p in own.values()) // 4
     for weight in (s.arguments.get("weight") for s in sites if s.card is CARD):
         p = own.get(weight) if isinstance(weight, Node) else None
-        if p is not None and p.is_cpu and p.nbytes >= _PAGE:
-            lay([p]) if p.nbytes <= most or is_mapped(p) else advise(p.data_ptr(), p.nbytes, "MADV_COLLAPSE")
+        if p is None or not p.is_cpu or p.nbytes < _PAGE:
+            continue
+        if p.nbytes <= most or is_mapped(p):
+            lay([p])
+        else:
+            advise(p.data_ptr(), p.nbytes, "MADV_COLLAPSE")
     return list({id(s): s for s in (merged.get(id(s), s) for s in sites)}.values())
 
 

@@ -1,4 +1,7 @@
-"""What a cache in blocks refuses: tensors that do not fit, slots and blocks that are not there, wrong lengths."""
+"""A cache in blocks: how rows come to their slots, and what it refuses.
+
+That is tensors that do not fit, slots and blocks that are not there, wrong lengths.
+"""
 
 from __future__ import annotations
 
@@ -31,6 +34,24 @@ def check_slots(op: str, slots: Tensor, blocks: int, size: int) -> None:
             f"{op}: slot_mapping must lie in [0, {end}) ({blocks} blocks of {size}) or be -1, got {int(slots[at])} "
             f"for token {at}; nothing was written"
         )
+
+
+def write_rows(held: Tensor, slots: Tensor, rows: Tensor) -> None:
+    """Put rows [T, ...] at their slots of [blocks, size, ...], none at -1; autograd sees it, where it is recording.
+
+    Without a look at any value, so that it can be traced: a token without a slot writes again what another one writes,
+    and if no token has one, what is there already.
+    """
+    size = held.shape[1]
+    if not held.shape[0] * size or not slots.shape[0]:
+        return
+    slots, keep = slots.long(), slots >= 0
+    chosen = keep.to(torch.uint8).argmax().view(1)
+    at = torch.where(keep, slots, slots.index_select(0, chosen).clamp(min=0))
+    keep = keep.view(-1, *(1,) * (rows.dim() - 1))
+    given = rows.detach().index_select(0, chosen)
+    same = torch.where(keep.index_select(0, chosen), given, held.detach()[:1, 0])
+    held.index_put_((at // size, at % size), torch.where(keep, rows, same))
 
 
 def check_pages(

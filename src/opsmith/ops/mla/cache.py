@@ -9,6 +9,7 @@ from torch import Tensor
 
 from opsmith.call.arguments import check_device, check_number, short
 from opsmith.ops.mla.check import check_tensor
+from opsmith.ops.pages import write_rows
 
 Mode = Literal["joint", "split", "int8_tiled", "tiled"]
 MODES: tuple[str, ...] = get_args(Mode)
@@ -218,36 +219,16 @@ class MLACache:
     def write(self, slots: Tensor, k_nope: Tensor, k_rope: Tensor) -> None:
         """Put rows [T, kv_lora] and [T, rope] at their slots, none at -1; autograd sees it, where it is recording."""
         self.kv_lora = k_nope.shape[1]
-        if not self.blocks:
-            return
         if self.rope is None:
             written = [(self.latent, torch.cat((k_nope, k_rope), 1))]
         else:
             written = list(zip(self.rows(k_nope.shape[1]), (k_nope, k_rope), strict=True))
-        slots, size = slots.long(), self.block_size
         for view, rows in written:
-            new = rows.unflatten(1, view.shape[2:])
-            at, new = _everyone(slots, new, view) if slots.shape[0] else (slots, new)
-            view.index_put_((at // size, at % size), new)
+            write_rows(view, slots, rows.unflatten(1, view.shape[2:]))
 
     def __repr__(self) -> str:
         rope = "" if self.rope is None else f", rope={tuple(self.rope.shape)}"
         return f'MLACache("{self.mode}", latent={tuple(self.latent.shape)}{rope}, {short(self.dtype)})'
-
-
-def _everyone(slots: Tensor, new: Tensor, view: Tensor) -> tuple[Tensor, Tensor]:
-    """Slots and rows in which every token has a slot.
-
-    Without a look at any value, so that it can be traced: a token without a slot writes again what another one writes,
-    and if no token has one, what is there already.
-    """
-    keep = slots >= 0
-    chosen = keep.to(torch.uint8).argmax().view(1)
-    at = torch.where(keep, slots, slots.index_select(0, chosen).clamp(min=0))
-    with torch.no_grad():
-        old = view[:1, 0].clone()
-    same = torch.where(keep.index_select(0, chosen).view(1, 1, 1), new.detach().index_select(0, chosen), old)
-    return at, torch.where(keep.view(-1, 1, 1), new, same)
 
 
 def check_cache_type(op: str, cache: Any) -> None:

@@ -17,7 +17,7 @@ from opsmith.call.overlap import share
 from opsmith.kernels import libraries
 from opsmith.operator import Cost, Implementation, Kind, Make, Operator, Sample, register
 from opsmith.ops.attention import INTEGERS
-from opsmith.ops.pages import caches, check_slots, has_values, some_slots
+from opsmith.ops.pages import caches, check_slots, has_values, some_slots, write_rows
 
 _OP = "reshape_and_cache"
 LEAST = 1e-30  # a row whose numbers are all below this is rounded to zeros, as its inverse may be no float32
@@ -88,16 +88,6 @@ def _check(k: Any, v: Any, k_cache: Any, v_cache: Any, slots: Any, k_scale: Any,
 def _reference(k: Tensor, v: Tensor, *rest: Any) -> None:
     """The definition, in plain PyTorch."""
     k_cache, v_cache, slots, k_scale, v_scale = rest
-    size = k_cache.shape[1]
-    if not k_cache.shape[0] * size or not slots.shape[0]:
-        return
-    slots = slots.long()
-    keep = slots >= 0
-    # Without a look at any value, so that it can be traced: a token without a slot writes again what is in slot 0, or
-    # what the token that goes there writes.
-    first = slots.where(keep, 0)
-    owner = ((slots == 0) & keep).to(torch.uint8).argmax().view(1)
-    owned = ((slots == 0) & keep).any()
     for x, cache, scale in ((k, k_cache, k_scale), (v, v_cache, v_scale)):
         if scale is None:
             pairs = [(cache, x)]
@@ -109,9 +99,7 @@ def _reference(k: Tensor, v: Tensor, *rest: Any) -> None:
             digits = (numbers * inverse.unsqueeze(-1)).round().to(torch.int8)
             pairs = [(cache, digits), (scale, (most / 127).to(scale.dtype))]
         for held, new in pairs:
-            there = torch.where(owned, new.index_select(0, owner), held[:1, 0])
-            mine = keep.view(-1, *(1,) * (new.dim() - 1))
-            held.index_put_((first // size, first % size), torch.where(mine, new, there))
+            write_rows(held, slots, new)
 
 
 def _supports(k: Tensor, v: Tensor, slots: Tensor, **options: Any) -> bool | str:

@@ -308,16 +308,12 @@ def empty(
     if not group_size:
         return weight, zeros(torch.float32, n), None, None
     shape = (-(-k // group_size), n)
-    if how.scales is Scales.NESTED:
-        outer = zeros(torch.float16, 1 + how.minima, -(-k // SUPER), n)
-        return weight, zeros(torch.int8, *shape), zeros(torch.int8, *shape) if how.minima else None, outer
+    nested = how.scales is Scales.NESTED
     of = {Scales.HALF: torch.float16, Scales.FLOAT8: torch.float32, Scales.FLOAT4: torch.uint8}
-    return (
-        weight,
-        zeros(of.get(how.scales, torch.bfloat16), *shape),
-        None if symmetric else zeros(torch.int8, *shape),
-        None,
-    )
+    scale = zeros(torch.int8 if nested else of.get(how.scales, torch.bfloat16), *shape)
+    zero = zeros(torch.int8, *shape) if how.minima or not symmetric else None
+    outer = zeros(torch.float16, 1 + how.minima, -(-k // SUPER), n) if nested else None
+    return weight, scale, zero, outer
 
 
 def keep_blocks(rows: Tensor, format: str, to: Packed) -> None:
@@ -326,17 +322,17 @@ def keep_blocks(rows: Tensor, format: str, to: Packed) -> None:
     Raises:
         ValueError: a scale that is not finite.
     """
-    packed, n = to[0], rows.shape[0]
-    step = max(1, _AT_ONCE // max(1, packed.shape[1]) // _PAIRS) * _PAIRS
-    for first in range(0, n, step):
+    step = max(1, _AT_ONCE // max(1, to[0].shape[1]) // _PAIRS) * _PAIRS
+    for first in range(0, rows.shape[0], step):
         q, *kept = read(rows[first : first + step], format)
-        block = pack_integers(q, KEPT.get(format, format))
-        packed[first : first + block.shape[0]] = block
-        _keep(kept, slice(first, first + step), to[1:])
+        _keep(q, kept, KEPT.get(format, format), slice(first, first + step), to)
 
 
-def _keep(scales: Sequence[Maybe], here: slice, to: Sequence[Maybe]) -> None:
-    for t, some in zip(to, scales, strict=True):
+def _keep(q: Tensor, scales: Sequence[Maybe], format: str, here: slice, to: Packed) -> None:
+    """Rows of numbers, packed, and their scales."""
+    block = pack_integers(q, format)
+    to[0][here.start : here.start + block.shape[0]] = block
+    for t, some in zip(to[1:], scales, strict=True):
         if t is not None and some is not None:
             t[..., here] = some
 
@@ -371,10 +367,8 @@ def quantize(
         else:
             numbers, scales = round_rows(part)
             q = (numbers + 128).to(torch.uint8)
-        _keep((scales, zeros, outers), here, to[1:])
+        _keep(q, (scales, zeros, outers), format, here, to)
         back = values(q, scales, zeros, outers, format=format, group_size=group_size, dtype=torch.float32)
-        block = pack_integers(q, format)
-        packed[here.start : here.start + block.shape[0]] = block
         if inputs is not None:
             changed += inputs.change(part - back)
             results += inputs.change(part)

@@ -15,8 +15,6 @@ from torch import Tensor
 
 from opsmith.ops.packed_linear.formats import FORMATS, SUPER, Scales
 
-_EXPONENT = 0x7C00  # of a float16: all its bits are set where it is not finite
-
 # Numbers as they are stored, scale, zero and outer, which lie as those of a packed weight do.
 Rounded = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 
@@ -88,11 +86,7 @@ def read(rows: Tensor, format: str) -> Rounded:
     kept = [None if t is None else t.flatten(1).t().contiguous() for t in (scale, zero)]
     outer = None if outer is None else outer.mT.contiguous()
     for t in (kept[0], outer):
-        if (
-            t is not None
-            and t.dtype == torch.float16
-            and bool((t.view(torch.int16) & _EXPONENT == _EXPONENT).any())
-        ):
+        if t is not None and not bool(t.isfinite().all()):
             raise ValueError(f"{format}: every scale must be finite, the file holds NaN or an infinity")
     assert kept[0] is not None
     return numbers.flatten(1), kept[0], kept[1], outer

@@ -67,13 +67,13 @@ def round_in_parts(
     return RoundingError((lost / total) ** 0.5 if total else 0.0)
 
 
-def round_rows(part: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows as whole numbers in [-127, 127], and their scales: the largest magnitude becomes 127.
+def round_rows(part: Tensor, most: int = 127) -> tuple[Tensor, Tensor]:
+    """Rows as whole numbers in [-most, most], and their scales: the largest magnitude becomes the most.
 
     A scale is never zero, so that a row of zeros divides by something, and never so small that it loses its own digits.
     """
-    scale = (part.abs().amax(1) / 127).clamp_(min=TINY)
-    return (part / scale[:, None]).round_().clamp_(-127, 127), scale
+    scale = (part.abs().amax(-1) / most).clamp_(min=TINY)
+    return (part / scale[..., None]).round_().clamp_(-most, most), scale
 
 
 def on_grid(numbers: Tensor, scale: Tensor, middle: Tensor | float) -> Tensor:

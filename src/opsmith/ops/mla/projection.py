@@ -14,7 +14,7 @@ from torch import Tensor
 from opsmith.ops.linear import linear
 from opsmith.ops.rms_norm import rms_norm
 from opsmith.ops.rms_norm.quant import q8, quantize_rows, rms_norm_quant
-from opsmith.ops.rounding import TINY, round_in_parts
+from opsmith.ops.rounding import round_in_parts, round_rows
 
 Quant = Literal["per_tensor", "per_token", "weight_int8", "weight_int4"]
 QUANTS: tuple[str, ...] = get_args(Quant)
@@ -142,16 +142,14 @@ def quantize_weight(weight: Tensor, bits: int) -> tuple[Tensor, Tensor, float]:
 
     def keep(here: slice, part: Tensor) -> Tensor:
         part = F.pad(part, (0, padded - k)).unflatten(1, (groups, group))
-        factor = (part.abs().amax(-1, keepdim=True) / _LEVELS[bits]).clamp_(min=TINY)
-        rounded = (part / factor).round_().clamp_(-_LEVELS[bits], _LEVELS[bits])
-        scale[here] = factor.squeeze(-1)
+        rounded, scale[here] = round_rows(part, _LEVELS[bits])
         values = rounded.flatten(1).to(torch.int8)
         if bits == 8:
             packed[here] = values
         else:
             nibbles = (values + 8).to(torch.uint8)
             packed[here] = nibbles[:, ::2] | (nibbles[:, 1::2] << 4)
-        return (rounded * factor).flatten(1)[:, :k]
+        return (rounded * scale[here, :, None]).flatten(1)[:, :k]
 
     rows = max(1, _ROWS_AT_ONCE // max(1, k))
     error = round_in_parts(weight.detach(), rows, keep, "MLAWeights.quantize: every weight")
@@ -183,15 +181,13 @@ def quantize_projection(
     bits = 4 if quant == "weight_int4" else 8
     weight, factor, error = quantize_weight(p.weight, bits)
     bias = None if p.bias is None else p.bias.detach()
-    if quant.startswith("weight"):
+    if quant == "per_token" and bias is not None:
+        raise ValueError(
+            'MLAWeights.quantize: "per_token" has no bias, and this projection has one; '
+            'use "per_tensor" or a weight-only form'
+        )
+    if quant != "per_tensor":
         return Projection(weight, bias, factor), error
-    if quant == "per_token":
-        if bias is not None:
-            raise ValueError(
-                'MLAWeights.quantize: "per_token" has no bias, and this projection has one; '
-                'use "per_tensor" or a weight-only form'
-            )
-        return Projection(weight, None, factor), error
     low, high = min(low, 0.0), max(high, 0.0)
     step = (high - low) / 255 or 1.0
     offset = float(round(-128 - low / step))

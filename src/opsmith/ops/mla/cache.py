@@ -106,8 +106,6 @@ class MLACache:
         Raises:
             ValueError: another mode, or sizes that this mode does not hold.
         """
-        if mode not in MODES:
-            raise ValueError(f"{_NAME}: mode must be one of {', '.join(MODES)}, got {mode!r}")
         sizes = {"blocks": blocks, "block_size": block_size, "kv_lora": kv_lora, "rope": rope}
         for name, size in sizes.items():
             check_number(_NAME, name, size, whole=True)

@@ -346,7 +346,7 @@ class MLAWeights(KeepsDtypes):
                 f"{_NAME}.quantize: these weights are {self.quant} already; start from the original"
             )
         parts = self.parts()
-        ranges = self._ranges(calibration) if form == "per_tensor" else ((0.0, 0.0), (0.0, 0.0))
+        ranges = self._ranges(calibration) if form == "per_tensor" else [[], []]
         down, error0 = quantize_projection(parts.down, form, *ranges[0])
         up, error1 = quantize_projection(parts.up, form, *ranges[1])
         detached = Parts._make((*map(_detached, parts.tensors), form, parts.interleaved))
@@ -419,9 +419,7 @@ class MLAWeights(KeepsDtypes):
             else:
                 self.register_buffer(name, t)
 
-    def _ranges(
-        self, calibration: Tensor | Iterable[Tensor] | None
-    ) -> tuple[tuple[float, float], tuple[float, float]]:
+    def _ranges(self, calibration: Tensor | Iterable[Tensor] | None) -> list[list[float]]:
         """The least and the greatest input of both projections."""
         parts, size = self.parts(), self.wdqkv.shape[1]
         if calibration is None:
@@ -437,16 +435,14 @@ class MLAWeights(KeepsDtypes):
             with torch.no_grad():
                 x = rows.reshape(-1, size).to(self.wdqkv)
                 y = normalize(x, parts.gamma0, parts.beta0)
-                z = y
+                z = y  # without q_lora one quantized x serves both
                 if self.q_lora is not None:
                     _, latent = parts.split(project(y, parts.down, None, x.dtype))
                     z = normalize(latent, parts.gamma1, parts.beta1)
             for bounds, values in zip(seen, (y, z), strict=True):
                 if values.numel():
                     bounds[:] = min(bounds[0], float(values.min())), max(bounds[1], float(values.max()))
-        if self.q_lora is None:
-            seen[1] = seen[0]  # one quantized x serves both
-        return (seen[0][0], seen[0][1]), (seen[1][0], seen[1][1])
+        return seen
 
 
 def _read_deepseek(module: nn.Module) -> dict[str, Any]:

@@ -21,9 +21,9 @@ from opsmith.ops import (
     rope as rope_op,
 )
 from opsmith.ops.mla.call import Call, Result
-from opsmith.ops.mla.eager import eager
 from opsmith.ops.mla.preprocess import call_of
 from opsmith.ops.mla.projection import norm, normalize_and_project
+from opsmith.ops.mla.reference import eager
 from opsmith.ops.pages import check_slots
 
 

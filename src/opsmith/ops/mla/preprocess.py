@@ -23,10 +23,9 @@ from opsmith.operator import Cost, Kind, Make, Operator, Sample, register
 from opsmith.ops.mla.cache import MLACache, check_cache_type
 from opsmith.ops.mla.call import REFUSALS, Call, Result, Rotation, in_float32, new_queries
 from opsmith.ops.mla.cards import fresh_cache, fresh_rows, implementations, table
-from opsmith.ops.mla.eager import eager
 from opsmith.ops.mla.names import either_name
 from opsmith.ops.mla.projection import quantize_weight, static_scale
-from opsmith.ops.mla.reference import define
+from opsmith.ops.mla.reference import define, eager
 from opsmith.ops.mla.weights import TENSORS, MLAWeights, Parts
 from opsmith.ops.pages import check_slots, some_slots
 from opsmith.ops.rms_norm.quant import Steps

@@ -46,7 +46,8 @@ class Rotation(NamedTuple):
 
     def rows(self) -> tuple[Maybe, Maybe]:
         """The table as kernels take it."""
-        return in_rows(self.cos), in_rows(self.sin)
+        cos, sin, _ = self
+        return None if cos is None else dense_rows(cos), None if sin is None else dense_rows(sin)
 
     def rotate(self, x: Tensor, *, wider: bool = False) -> Tensor:
         """[T, rope] or [T, H, rope] by PyTorch's operators, in x's dtype or in float32, rounded to x's own."""
@@ -135,11 +136,6 @@ class Call(NamedTuple):
             check_inference(op, *self.tensors)
         check_number(op, "eps", self.eps, EPS)
         return self._replace(latent_scale=scales[0], query_scale=scales[1])
-
-
-def in_rows(t: Maybe) -> Maybe:
-    """With a contiguous last dimension."""
-    return None if t is None else dense_rows(t)
 
 
 def in_float32(scale: Maybe) -> Maybe:

@@ -186,12 +186,9 @@ class _Experts(Call):
     def check(self, values: Sequence[Any]) -> None:
         x, gate_up, down, ids, weights, gate_up_bias, down_bias, activation, limit = values
         _check_routing(x, ids, weights, activation, limit)
-        shapes = [("x", x, "T D"), ("down", down, "E D I"), ("gate_up", gate_up, "E 2I D")]
-        if down_bias is not None:
-            shapes.append(("bias[1]", down_bias, "E D"))
-        if gate_up_bias is not None:
-            shapes.append(("bias[0]", gate_up_bias, "E 2I"))
-        check_fit(_OP, *shapes)
+        biases = ("bias[1]", down_bias, "E D"), ("bias[0]", gate_up_bias, "E 2I")
+        given = (bias for bias in biases if bias[1] is not None)
+        check_fit(_OP, ("x", x, "T D"), ("down", down, "E D I"), ("gate_up", gate_up, "E 2I D"), *given)
         if gate_up.shape[1] != 2 * down.shape[2]:
             raise ValueError(
                 f"{_OP}: gate_up must have {2 * down.shape[2]} rows an expert, two for each of down's columns, "

@@ -21,6 +21,15 @@ constexpr int PANEL = VECS * W;
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
+// What f makes of n, from 1 to `most`, as a constant.
+template <int most, class F>
+inline auto with_count(int64_t n, const F& f) {
+  if constexpr (most > 1) {
+    if (n < most) return with_count<most - 1>(n, f);
+  }
+  return f(std::integral_constant<int, most>{});
+}
+
 inline void set_lanes(float* p, float x, int64_t n) { std::fill(p, p + n, x); }
 
 struct FloatUnits {

@@ -271,14 +271,6 @@ inline void multiply_columns(int64_t width, Tile t) {
   }
 }
 
-template <int D, bool nibbles, int R = most_rows(D)>
-inline void multiply_panel(int rows, int64_t width, const Tile& t) {
-  if constexpr (R > 1) {
-    if (rows < R) return multiply_panel<D, nibbles, R - 1>(rows, width, t);
-  }
-  multiply_columns<D, R, nibbles>(width, t);
-}
-
 // One of several products: its rows as digits, what their sums begin with, and how it is shared out.
 template <int D>
 struct Digits {
@@ -362,11 +354,10 @@ void products(const std::vector<Digits<D>>& all) {
           t.start = one->start.get() + (r * x.blocks + k / x.block) * halves(D);
           t.least = one->least ? one->least.get() + r * x.blocks + k / x.block : nullptr;
           t.sums = sums + (r - row) * kColumns;
-          if (nibbles) {
-            if constexpr (D * kDigitBits > 8) multiply_panel<D, true>(count, width, t);
-          } else {
-            multiply_panel<D, false>(count, width, t);
-          }
+          with_count<most_rows(D)>(count, [&](auto r) {
+            if (!nibbles) return multiply_columns<D, r(), false>(width, t);
+            if constexpr (D * kDigitBits > 8) multiply_columns<D, r(), true>(width, t);
+          });
         }
       }
       const float* scale = p.group ? nullptr : p.scale.as<float>() + first;

@@ -229,12 +229,9 @@ void stream(const typename Form::X* x, int64_t depth, const QuantizedWeight& wei
   }
 }
 
-template <class Form, int R = kStreamed>
-void stream_rows(int rows, const typename Form::X* x, int64_t depth, const QuantizedWeight& weight,
-                 int64_t column, int64_t width, float* sums) {
-  if constexpr (R > 1) {
-    if (rows < R) return stream_rows<Form, R - 1>(rows, x, depth, weight, column, width, sums);
-  }
+template <class Form, int R>
+void stream_rows(const typename Form::X* x, int64_t depth, const QuantizedWeight& weight, int64_t column,
+                 int64_t width, float* sums) {
   constexpr int NV = R > Form::at_once ? 1 : 2;
   int64_t v = 0;
   for (; v + NV * W <= width; v += NV * W) stream<Form, R, NV>(x, depth, weight, column, width, v, sums);
@@ -267,7 +264,9 @@ void multiply_few(const PackedProduct& one) {
     float sums[kStreamed * kColumns];
     for (int64_t panel = begin; panel < end; ++panel) {
       const int64_t column = panel * kColumns, columns = std::min(kColumns, n - column);
-      stream_rows<Form>(int(m), wide.as<X>(), depth, weight, column, round_up(columns, kLeastPanel), sums);
+      const int64_t width = round_up(columns, kLeastPanel);
+      with_count<kStreamed>(
+          m, [&](auto r) { stream_rows<Form, r()>(wide.as<X>(), depth, weight, column, width, sums); });
       for (int64_t r = 0; r < m; ++r) {
         Y* const to = y.as<Y>() + r * y.strides[0] + column;
         for_lanes(columns, [&](int64_t c, auto lanes) {

@@ -343,14 +343,7 @@ inline void with_tile(int64_t tokens, int64_t rows, F&& f) {
     if (rows == kFewRows) return f(m, std::integral_constant<int, kFewRows>{});
     f(m, std::integral_constant<int, 1>{});
   };
-  switch (tokens) {
-    case 1: return of_rows(std::integral_constant<int, 1>{});
-    case 2: return of_rows(std::integral_constant<int, 2>{});
-    case 3: return of_rows(std::integral_constant<int, 3>{});
-    case 4: return of_rows(std::integral_constant<int, 4>{});
-    case 5: return of_rows(std::integral_constant<int, std::min(5, kDotTokens)>{});
-    default: return of_rows(std::integral_constant<int, kDotTokens>{});
-  }
+  with_count<kDotTokens>(tokens, of_rows);
 }
 
 // A row of a weight: its numbers of the weight's type, how many of them stay together, and the bytes of a token's x beside it.

@@ -48,13 +48,14 @@ struct WordProduct<int8_t, int8_t> {
 namespace mla {
 
 constexpr int kLaneSums = 24;  // of a tile: registers are left for a word of all tokens and one of the weight
+constexpr int kLaneVectors = 4;  // at most, of a word of all tokens
 constexpr int kLaneRows = 12;  // at most: rows that are half a page apart share few lines of the nearest cache
 
 // Vectors that hold a word of all tokens; 0 where too many of their lanes would be empty, or registers are few.
 inline int64_t lane_vectors(int64_t tokens) {
   const int64_t vectors = W == 16 ? ceil_div(tokens, W) : 0;
   if (vectors == 1) return tokens >= 13 ? 1 : 0;
-  return vectors <= 4 && 12 * tokens >= 11 * W * vectors ? vectors : 0;
+  return vectors <= kLaneVectors && 12 * tokens >= 11 * W * vectors ? vectors : 0;
 }
 
 // What `dot_rows` computes, of as many rows as fill tiles, and their number; x null: of none. The rows that come are asked for
@@ -73,12 +74,8 @@ int64_t lane_rows(const IVec* x, int64_t tokens, const S* w, int64_t w_stride, i
       }
       return r;
     };
-    switch (x ? lane_vectors(tokens) : 0) {
-      case 1: return tiles(std::integral_constant<int, 1>{});
-      case 2: return tiles(std::integral_constant<int, 2>{});
-      case 3: return tiles(std::integral_constant<int, 3>{});
-      case 4: return tiles(std::integral_constant<int, 4>{});
-    }
+    const int64_t vectors = x ? lane_vectors(tokens) : 0;
+    if (vectors > 0) return with_count<kLaneVectors>(vectors, tiles);
   }
   return 0;
 }

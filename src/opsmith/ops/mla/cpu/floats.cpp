@@ -4,7 +4,7 @@
 namespace opsmith::mla {
 
 void in_floats(const PreprocessCall& call) {
-  with_float_type(call.x.dtype, [&]<class T>(T*) { run<FloatWeight<T>>(call); });
+  with_float_type(call.x.dtype, [&]<class T>(T*) { Region<FloatWeight<T>>(call).run(); });
 }
 
 }  // namespace opsmith::mla

@@ -5,7 +5,8 @@ namespace opsmith::mla {
 
 void in_integers(const PreprocessCall& call) {
   with_float_type(call.x.dtype, [&]<class T>(T*) {
-    call.quant == Quant::per_token ? run<IntegerProduct<T, true>>(call) : run<IntegerProduct<T, false>>(call);
+    call.quant == Quant::per_token ? Region<IntegerProduct<T, true>>(call).run()
+                                   : Region<IntegerProduct<T, false>>(call).run();
   });
 }
 

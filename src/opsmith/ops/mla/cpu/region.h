@@ -211,12 +211,6 @@ class Region {
   Count normed_, query_rows_done_, key_rows_done_, ready_;
 };
 
-template <class Mode>
-void run(const PreprocessCall& call) {
-  Region<Mode> region(call);
-  region.run();
-}
-
 // Each in a unit of its own, as they take as long to compile as all else that a model of this kind needs.
 void in_floats(const PreprocessCall& call);
 void in_integers(const PreprocessCall& call);

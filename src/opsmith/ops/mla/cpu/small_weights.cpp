@@ -5,7 +5,7 @@ namespace opsmith::mla {
 
 void with_small_weights(const PreprocessCall& call) {
   with_float_type(call.x.dtype, [&]<class T>(T*) {
-    call.quant == Quant::weight_int8 ? run<Int8Weight<T>>(call) : run<Int4Weight<T>>(call);
+    call.quant == Quant::weight_int8 ? Region<Int8Weight<T>>(call).run() : Region<Int4Weight<T>>(call).run();
   });
 }
 

@@ -351,7 +351,7 @@ class Paged {
     if (!walk.whole) return;
     const int64_t count = walk.next - walk.first;
     plan_.pieces[size_t(walk.first)].begun = true;
-    if (walk.whole->left.fetch_sub(count, std::memory_order_acq_rel) == count) merge(*walk.whole);
+    if (__atomic_sub_fetch(&walk.whole->left, count, __ATOMIC_ACQ_REL) == 0) merge(*walk.whole);
     walk.whole = nullptr;
   }
 

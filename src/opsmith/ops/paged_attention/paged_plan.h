@@ -2,7 +2,6 @@
 #pragma once
 
 #include <algorithm>
-#include <atomic>
 #include <vector>
 
 #include "paged_attention.h"
@@ -12,14 +11,7 @@ namespace opsmith {
 
 struct Whole {  // key heads of a sequence: pieces `piece` to `piece + count - 1`, which cover keys `from` to `until`
   int64_t sequence, head, heads, from, until, piece, count;
-  std::atomic<int64_t> left;  // pieces that nobody has finished
-
-  Whole(int64_t sequence, int64_t head, int64_t heads, int64_t from, int64_t until, int64_t piece,
-        int64_t count)
-      : sequence(sequence), head(head), heads(heads), from(from), until(until), piece(piece), count(count),
-        left(count) {}
-  Whole(Whole&& other)
-      : Whole(other.sequence, other.head, other.heads, other.from, other.until, other.piece, other.count) {}
+  int64_t left;  // pieces that nobody has finished: threads count down together
 };
 
 struct Piece {
@@ -67,8 +59,8 @@ struct PagedPlan {
                     each = round_up(ceil_div(until - from, count), grain);
       for (int64_t head = 0; head < kv_heads; head += heads_at_once) {
         const int64_t whole = int64_t(wholes.size());
-        wholes.emplace_back(b, head, std::min(heads_at_once, kv_heads - head), from, until,
-                            int64_t(pieces.size()), count);
+        wholes.push_back({b, head, std::min(heads_at_once, kv_heads - head), from, until,
+                          int64_t(pieces.size()), count, count});
         for (int64_t i = 0; i < count; ++i) {
           const int64_t begin = std::min(until, from + i * each);
           pieces.push_back({whole, begin, std::min(until, begin + each)});

@@ -151,35 +151,24 @@ class Attention {
     E *nope, *rope, *weights;
     float *scores, *sums, *keys, *turned, *values, *most, *total, *factor;
     T* rows;
-  };
+    int64_t floats;
 
-  Memory take() const {
-    const int64_t rows = round_up(kQueries, ROWS), unit = int64_t(sizeof(E)) * pair;
-    Memory m;
-    int64_t used = 0;
-    uintptr_t base = 0;
-    const auto place = [&](auto*& to, int64_t bytes) {
-      to = reinterpret_cast<std::remove_reference_t<decltype(to)>>(base + used);
-      used += round_up(bytes, 64);
-    };
-    const auto lay = [&] {
-      place(m.nope, rows * units(latent_) * unit);
-      place(m.rope, rows * units(rope_) * unit);
-      place(m.weights, rows * units(keys_) * unit);
-      place(m.scores, rows * keys_ * 4);
-      place(m.sums, rows * width_ * 4);
-      place(m.keys, units(latent_) * keys_ * 4);
-      place(m.turned, units(rope_) * keys_ * 4);
-      place(m.values, units(keys_) * width_ * 4);
-      for (float** each : {&m.most, &m.total, &m.factor}) place(*each, rows * 4);
-      place(m.rows, keys_ * (latent_ + rope_) * int64_t(sizeof(T)));
-    };
-    lay();  // to know how much it is
-    base = reinterpret_cast<uintptr_t>(scratch(used / 4));
-    used = 0;
-    lay();
-    return m;
-  }
+    Memory(float* base, const Attention& a) {
+      const int64_t padded = round_up(kQueries, ROWS);
+      Carver carve{base};
+      nope = reinterpret_cast<E*>(carve.take(padded * units(a.latent_)));
+      rope = reinterpret_cast<E*>(carve.take(padded * units(a.rope_)));
+      weights = reinterpret_cast<E*>(carve.take(padded * units(a.keys_)));
+      scores = carve.take(padded * a.keys_);
+      sums = carve.take(padded * a.width_);
+      keys = carve.take(units(a.latent_) * a.keys_);
+      turned = carve.take(units(a.rope_) * a.keys_);
+      values = carve.take(units(a.keys_) * a.width_);
+      for (float** each : {&most, &total, &factor}) *each = carve.take(padded);
+      rows = reinterpret_cast<T*>(carve.take(a.keys_ * (a.latent_ + a.rope_) * int64_t(sizeof(T)) / 4));
+      floats = carve.used;
+    }
+  };
 
   static int64_t units(int64_t n) { return ceil_div(n, pair); }
 
@@ -202,7 +191,7 @@ class Attention {
     if (g.next.load(std::memory_order_relaxed) >= g.blocks) return;
     const int64_t part = g.parts.fetch_add(1, std::memory_order_relaxed);
     if (part >= g.most_parts) return;
-    const Memory m = take();
+    const Memory m(scratch(Memory(nullptr, *this).floats), *this);
     for (int64_t r = 0; r < round_up(g.rows, ROWS); ++r) {
       const int64_t row = std::min(g.row + r, each_ * heads_ - 1), t = g.sequence * each_ + row / heads_,
                     h = row % heads_;
@@ -387,10 +376,7 @@ class Attention {
 
 void attention(const AttentionCall& call) {
   if (call.q_nope.sizes[0] == 0) return;
-  with_float_type(call.q_rope.dtype, [&]<class T>(T*) {
-    Attention<T> attention(call);
-    attention.run();
-  });
+  with_float_type(call.q_rope.dtype, [&]<class T>(T*) { Attention<T>(call).run(); });
 }
 
 }  // namespace opsmith::mla

@@ -112,7 +112,9 @@ def _padded(
 ) -> Tensor:
     """Attention on the blocks gathered to padded keys and values, under a mask: what PyTorch offers."""
     new = q.unsqueeze(1) if q.dim() == 3 else q  # [B, L, H, D]
-    distances = _distances(new, k_cache, block_tables, seq_lens)  # [B, L, S]
+    here = seq_lens.long()[:, None] - new.shape[1] + torch.arange(new.shape[1], device=q.device)  # [B, L]
+    keys = torch.arange(block_tables.shape[1] * k_cache.shape[1], device=q.device)
+    distances = keys - here[:, :, None]  # [B, L, S]: how far behind a query's position a key stands
     seen = distances <= 0
     if window:
         seen &= distances > -window
@@ -125,14 +127,6 @@ def _padded(
     y = attend(new, k, v, mask, None, None, sinks, None, scale, False, 0, softcap).transpose(1, 2)
     y = y.masked_fill(~seen.any(-1)[:, :, None, None], 0.0).contiguous()
     return y.squeeze(1) if q.dim() == 3 else y
-
-
-def _distances(new: Tensor, k_cache: Tensor, block_tables: Tensor, seq_lens: Tensor) -> Tensor:
-    """[B, L, S]: how far behind a query's position a key of the blocks in its row of the table stands."""
-    queries, size = new.shape[1], k_cache.shape[1]
-    keys = torch.arange(block_tables.shape[1] * size, device=new.device)
-    here = seq_lens.long()[:, None] - queries + torch.arange(queries, device=new.device)  # [B, L]
-    return keys - here[:, :, None]
 
 
 def _gathered(

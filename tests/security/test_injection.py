@@ -25,7 +25,6 @@ from opsmith.kernels import build
 from opsmith.profiler.data import Findings
 from opsmith.profiler.report.html import page
 from opsmith.profiler.report.text import text
-from opsmith.profiler.report.trace import chrome
 from tests.profiler.test_html import sample
 
 # Prototypes: refused, or the code is as if the text were not there.
@@ -249,7 +248,7 @@ def test_a_page_has_the_same_tags_whatever_a_model_names(said: str, profile: Fin
     assert found.tags == plain.tags
     assert found.links == {"#", "d"}  # into the page itself, and an empty picture
     assert len(plain.tags) > 100
-    json.loads(chrome(filled(profile, said)))
+    json.loads(filled(profile, said).to_chrome_trace())
     assert text(filled(profile, said), 150)
 
 

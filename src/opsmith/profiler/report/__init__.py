@@ -1,1 +1,1 @@
-"""What a profile looks like: as text, as a page, as a timeline, and beside another one."""
+"""What a profile looks like: as text, as a page, and beside another one."""

@@ -18,9 +18,8 @@ import pytest
 from opsmith.authoring.new import create
 from opsmith.authoring.prototype import PrototypeError
 from opsmith.backends import installed
-from opsmith.cli import main
+from opsmith.cli import main, pictures
 from opsmith.cli.common import Output
-from opsmith.cli.llm import curves
 from opsmith.kernels import build
 from opsmith.profiler.data import Findings
 from opsmith.profiler.report.html import page
@@ -257,7 +256,7 @@ def test_a_picture_shows_names_as_they_are(said: str, tmp_path: Path) -> None:
     """XML has no way to write control characters: the last of the names."""
     cell = {"batch": 1, "prompt": 1, "contestants": {said: {"tokens_per_second": 1.0, "first_seconds": 1.0}}}
     data = {"cells": [cell], "machine": {"cpu": said, "threads": 1}, "model": said, "dtype": "float32"}
-    curves.draw(data, tmp_path / "curves.svg")
+    pictures.curves(data, tmp_path / "curves.svg")
     root = ET.parse(tmp_path / "curves.svg").getroot()
     assert not [e for e in root.iter() if e.tag.split("}")[-1] in ("script", "img", "foreignObject", "a")]
     assert not [name for e in root.iter() for name in e.attrib if name.startswith("on")]

@@ -131,9 +131,7 @@ def run(
     if len(results) > 1:
         _summarize(output.console, results)
     if roofline is not None:
-        from opsmith.cli.roofline import draw
-
-        draw(results, Path(roofline))
+        pictures.roofline(results, Path(roofline))
     output.finish(_as_json(results, faults))
     if faults:
         raise CommandError(f"bench: {len(faults)} fault{'s' * (len(faults) > 1)}, the first: {faults[0]}")

@@ -61,7 +61,7 @@ def run(
     import torch
 
     from opsmith import measure
-    from opsmith.cli.llm import curves, source
+    from opsmith.cli.llm import source
     from opsmith.cli.llm.bench import Bench
 
     output = Output(json)
@@ -104,7 +104,7 @@ def run(
     for cell in results:
         _print(output.console, cell)
     if svg is not None:
-        curves.draw(data, svg)
+        pictures.curves(data, svg)
     output.finish(data)
 
 

@@ -13,9 +13,9 @@ import torch
 from tests.checkpoints import files as gguf_files
 
 import opsmith
-from opsmith.cli import CommandError, main
+from opsmith.cli import CommandError, main, pictures
 from opsmith.cli.hf import load_with_tokenizer
-from opsmith.cli.llm import contestant, curves, generator
+from opsmith.cli.llm import contestant, generator
 from opsmith.cli.llm.bench import Bench, Said, _same
 from opsmith.cli.llm.source import resolve
 from opsmith.measure import WrongResult
@@ -315,6 +315,6 @@ def test_curves_show_what_was_run(tmp_path: Path) -> None:
 
     cells = [cell(1, 8, hf=1.0, llamacpp=3.0), cell(4, 8, hf=2.0), cell(1, 64, hf=0.5, llamacpp=2.0)]
     data = {"model": "one", "dtype": "float32", "machine": {"cpu": "some", "threads": 2}, "cells": cells}
-    curves.draw(data, tmp_path / "a.svg")
+    pictures.curves(data, tmp_path / "a.svg")
     drawn = (tmp_path / "a.svg").read_text()
     assert all(word in drawn for word in ("llamacpp", "tokens before, batch 1", "sequences, prompt 8"))

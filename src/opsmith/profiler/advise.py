@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 
 from opsmith.profiler.costs import bare
-from opsmith.profiler.data import ATTENTION, COPIES, FRAMEWORK, MATMUL, NORM, Advice, Phase, Row
+from opsmith.profiler.data import ATTENTION, COPIES, FRAMEWORK, MATMUL, NORM, Advice, Bill, Phase, Row, sums
 from opsmith.profiler.result import Profile
 from opsmith.profiler.roofline import Roofs
 
@@ -48,13 +48,13 @@ def advise(profile: Profile, phase: Phase, roofs: Roofs) -> list[Advice]:
 @rule("unfused norm")
 def unfused_norm(profile: Profile, phase: Phase, roofs: Roofs) -> Iterator[Said]:
     """A norm that is written as several PyTorch calls goes through memory once for each of them."""
-    rows = [r for r in phase.rows if r.kind == NORM and r.composite]
-    if rows:
-        first = max(rows, key=lambda r: r.seconds)
+    norms = Bill((), [r for r in phase.rows if r.kind == NORM and r.composite])
+    if norms.rows:
+        first = max(norms.rows, key=lambda r: r.seconds)
         yield (
-            f"{_calls(rows):.0f} norms are written out as {len(first.pieces) or 'several'} PyTorch calls each",
-            f"{_names(rows)}: {_ms(rows)}, where one pass over memory takes {_least(rows)}",
-            _lost(rows),
+            f"{norms.calls:.0f} norms are written out as {len(first.pieces) or 'several'} PyTorch calls each",
+            f"{_took(norms)}, where one pass over memory takes {norms.least * 1e3:.2g} ms",
+            norms.lost,
             f"opsmith.optimize(model, example_inputs), or call opsmith.ops.{first.operator.split()[0]} "
             f"{_where(first)}",
             _again(phase, "the norm's row says fused, and loses less"),
@@ -64,13 +64,13 @@ def unfused_norm(profile: Profile, phase: Phase, roofs: Roofs) -> Iterator[Said]
 @rule("materialized attention scores")
 def materialized_scores(profile: Profile, phase: Phase, roofs: Roofs) -> Iterator[Said]:
     """Attention as two products and a softmax writes and reads a matrix of queries times keys."""
-    rows = [r for r in phase.rows if r.kind == ATTENTION and r.composite]
-    if rows:
-        first = max(rows, key=lambda r: r.seconds)
+    written = Bill((), [r for r in phase.rows if r.kind == ATTENTION and r.composite])
+    if written.rows:
+        first = max(written.rows, key=lambda r: r.seconds)
         yield (
             f"attention writes its scores to memory: {len(first.pieces) or 'several'} PyTorch calls for one operator",
-            f"{_names(rows)}: {_ms(rows)}, where the roofs allow {_least(rows)}",
-            _lost(rows),
+            f"{_took(written)}, where the roofs allow {written.least * 1e3:.2g} ms",
+            written.lost,
             "opsmith.optimize(model, example_inputs), or torch.nn.functional.scaled_dot_product_attention "
             f"{_where(first)}",
             _again(phase, "attention is fused"),
@@ -93,7 +93,7 @@ def float32(profile: Profile, phase: Phase, roofs: Roofs) -> Iterator[Said]:
         gain += min(row.seconds * share, row.seconds - row.flops / narrow)
     yield (
         f"products run in float32, and bfloat16 is {ratio:.1f} times as fast here",
-        f"{_names(rows)}: {_ms(rows)} in float32; measured {wide / 1e9:.0f} against {narrow / 1e9:.0f} GFLOP/s",
+        f"{_took(Bill((), rows))} in float32; measured {wide / 1e9:.0f} against {narrow / 1e9:.0f} GFLOP/s",
         gain,
         "opsmith.optimize(model, example_inputs, dtype=torch.bfloat16), where the model's accuracy allows it",
         _again(phase, "the products' rows say bfloat16") + "; hold the results to those of float32",
@@ -105,13 +105,13 @@ def copies_in_a_loop(profile: Profile, phase: Phase, roofs: Roofs) -> Iterator[S
     """The same copy, made again and again."""
     copies = {"clone", "contiguous", "copy", "_to_copy"}
     often = (r for r in phase.rows if r.kind == COPIES and r.calls >= REPEATED)
-    rows = [r for r in often if copies & {*map(bare, r.pieces)}]
-    if rows:
-        first = max(rows, key=lambda r: r.seconds)
+    found = Bill((), [r for r in often if copies & {*map(bare, r.pieces)}])
+    if found.rows:
+        first = max(found.rows, key=lambda r: r.seconds)
         yield (
             f"a copy of {first.shape} is made {first.calls:.0f} times {_in(first)}",
-            f"{_calls(rows):.0f} equal copies ({', '.join(first.pieces)}) take {_ms(rows)} and compute nothing",
-            sum(r.seconds for r in rows),
+            f"{found.calls:.0f} equal copies ({', '.join(first.pieces)}) take {_ms(found.seconds)} and compute nothing",
+            found.seconds,
             "take .contiguous() (or .clone(), .to()) out of the loop, or leave it out: most operators take views",
             _again(phase, "the row of copies is gone"),
         )
@@ -132,7 +132,7 @@ def all_logits(profile: Profile, phase: Phase, roofs: Roofs) -> Iterator[Said]:
         if rows > sequences and wide >= 4 * width and wide > 16 * SHORT and row.calls == 1:
             yield (
                 f"logits are computed for {rows} positions, and {sequences:.0f} are needed",
-                f"{row.operator} {row.shape}: {_ms([row])}",
+                f"{row.operator} {row.shape}: {_ms(row.seconds)}",
                 row.seconds * (1 - sequences / rows),
                 "pass logits_to_keep=1 (Hugging Face), or take hidden[:, -1:] before the output layer",
                 _again(phase, "the output layer's row has one position for each sequence"),
@@ -145,11 +145,11 @@ def one_thread(profile: Profile, phase: Phase, roofs: Roofs) -> Iterator[Said]:
     cores = int(profile.machine.get("cores") or 1)
     if phase.facts.get("threads") != 1.0 or cores < 2:
         return
-    rows = [r for r in phase.rows if r.bound in ("compute", "memory")]
+    seconds = Bill((), [r for r in phase.rows if r.bound in ("compute", "memory")]).seconds
     yield (
         f"one thread computes, and there are {cores} cores",
-        f"operators that threads would share take {_ms(rows)}",
-        sum(r.seconds for r in rows) * (1 - 1 / cores),
+        f"operators that threads would share take {_ms(seconds)}",
+        seconds * (1 - 1 / cores),
         f"torch.set_num_threads({cores}), and no OMP_NUM_THREADS=1 in the environment",
         _again(phase, "the trust panel names more threads"),
     )
@@ -166,12 +166,13 @@ def loop_over_heads(profile: Profile, phase: Phase, roofs: Roofs) -> Iterator[Sa
         and (r.layer or not profile.optimized)  # else it may be unknown, and all fall together
     ]
     if rows:
-        layer = max({r.layer for r in rows}, key=lambda name: sum(r.seconds for r in rows if r.layer == name))
+        loops = Bill((), rows)
+        layer = next(iter(sums(rows, "layer")))
         most = max((r for r in rows if r.layer == layer), key=lambda r: r.calls)
         yield (
             f"a Python loop calls {most.operator} {most.calls:.0f} times with one shape {_in(most)}",
-            f"{_names(rows)}: {_calls(rows):.0f} calls, {_ms(rows)}; all heads at once are one call",
-            _lost(rows),
+            f"{_names(rows)}: {loops.calls:.0f} calls, {_ms(loops.seconds)}; all heads at once are one call",
+            loops.lost,
             "reshape to [batch, heads, length, width] and call scaled_dot_product_attention once",
             _again(phase, "attention is called once a layer"),
         )
@@ -185,8 +186,7 @@ def padding(profile: Profile, phase: Phase, roofs: Roofs) -> Iterator[Said]:
         busy = sum(r.seconds for r in phase.rows if r.kind != FRAMEWORK and r.bound in ("compute", "memory"))
         yield (
             f"{part:.0%} of the tokens are padding",
-            f"attention_mask keeps {1 - part:.0%} of {phase.tokens} tokens; what scales with them takes "
-            f"{busy * 1e3:.3g} ms",
+            f"attention_mask keeps {1 - part:.0%} of {phase.tokens} tokens; what scales with them takes {_ms(busy)}",
             part * busy,
             "batch sequences of like length, or pack them: opsmith.ops.attention_varlen",
             "profile a batch of real lengths, and compare µs per token that is none of the padding",
@@ -204,24 +204,16 @@ def _in(row: Row) -> str:
     return f"in {row.layer}" if row.layer else "in the model"
 
 
-def _calls(rows: Iterable[Row]) -> float:
-    return sum(r.calls for r in rows)
-
-
-def _lost(rows: Iterable[Row]) -> float:
-    return sum(r.lost for r in rows)
-
-
-def _ms(rows: Iterable[Row]) -> str:
-    return f"{sum(r.seconds for r in rows) * 1e3:.3g} ms"
-
-
-def _least(rows: Iterable[Row]) -> str:
-    return f"{sum(r.least for r in rows) * 1e3:.2g} ms"
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g} ms"
 
 
 def _names(rows: Iterable[Row]) -> str:
     return ", ".join(dict.fromkeys(r.operator for r in rows))
+
+
+def _took(found: Bill) -> str:
+    return f"{_names(found.rows)}: {_ms(found.seconds)}"
 
 
 def _again(phase: Phase, what: str) -> str:

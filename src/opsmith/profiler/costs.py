@@ -142,21 +142,16 @@ def _elements(given: Sequence[Tensor]) -> int:
     return math.prod(torch.broadcast_shapes(*(t.shape for t in given)))
 
 
-def _elementwise(i: Inputs) -> Cost:
-    """Every operand read once, a result of their common shape written."""
+def _elementwise(i: Inputs, itemsize: int | None = None) -> Cost:
+    """Every operand read once, a result of their common shape written: of so many bytes, or in their common dtype."""
     parts = tensors(i)
     if not parts:
         return Cost(0.0, 0.0)
     # The dtype of a result: what has dimensions decides before scalars do.
     wide = [p.dtype for p in parts if p.dim()] or [p.dtype for p in parts]
     out = _elements(parts)
-    return Cost(float(out), nbytes(*parts) + out * functools.reduce(torch.promote_types, wide).itemsize)
-
-
-def _comparison(i: Inputs) -> Cost:
-    parts = tensors(i)
-    out = _elements(parts)
-    return Cost(float(out), nbytes(*parts) + out)
+    itemsize = itemsize or functools.reduce(torch.promote_types, wide).itemsize
+    return Cost(float(out), nbytes(*parts) + out * itemsize)
 
 
 def _reduction(i: Inputs) -> Cost:
@@ -273,7 +268,9 @@ _TABLE: dict[str, dict[str, Formula | None]] = {
         "masked_fill bitwise_and bitwise_or bitwise_not bitwise_xor __and__ __or__ __xor__ __iand__ __ior__ clamp "
         "clamp_min clamp_max native_dropout reciprocal sign floor ceil round trunc remainder floor_divide maximum "
         "minimum addcmul addcdiv lerp native_dropout_backward complex polar fill_diagonal": _elementwise,
-        "eq ne lt le gt ge logical_and logical_or logical_not isnan isinf isfinite": _comparison,
+        "eq ne lt le gt ge logical_and logical_or logical_not isnan isinf isfinite": lambda i: _elementwise(
+            i, 1
+        ),
         "sum mean prod max min amax amin any all var std var_mean std_mean norm cumsum logsumexp linalg_vector_norm "
         "histc bincount diff count_nonzero isin equal": _reduction,
         "_foreach_add _foreach_mul _foreach_sqrt _foreach_div _foreach_addcdiv _foreach_addcmul _foreach_lerp "

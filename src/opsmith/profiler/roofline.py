@@ -16,7 +16,6 @@ from opsmith.profiler.data import ATTENTION, FRAMEWORK, LOSS, MATMUL, Row
 
 # Bytes a block: in a core's own cache, in the shared one, and beyond them all (None: as `measure` has it).
 _FOOTPRINTS = {"near cache": 1 << 18, "far cache": 1 << 22, "memory": None}
-_COMPUTE = {dtype: f"matmul {dtype}" for dtype in ("float32", "bfloat16", "float16", "int8")}
 _ROUNDS_S = 0.25
 # A row is bound by what takes its least time; one that takes several times that, and is short, by its start.
 _SHORT = 20e-6
@@ -35,7 +34,7 @@ class Roofs:
         for name, block in _FOOTPRINTS.items():
             found = _measured(self.device, ("read", "copy", "update"), _ROUNDS_S, block)
             self._keep(name, found.bandwidth("best", peak=True))
-        wanted = [_COMPUTE[d] for d in dtypes if _COMPUTE.get(d) in measure.KINDS]
+        wanted = [kind for d in dtypes if (kind := f"matmul {d}") in measure.KINDS]
         if wanted:
             for kind, roof in _measured(self.device, wanted, 2 * _ROUNDS_S).by_kind.items():
                 self._keep(kind, roof.peak)
@@ -58,7 +57,7 @@ class Roofs:
 
     def compute(self, dtype: str) -> float | None:
         """Operations per second of a matmul in this dtype; None where no library here was measured for it."""
-        return self.rates.get(_COMPUTE.get(dtype, ""))
+        return self.rates.get(f"matmul {dtype}")
 
     @property
     def call(self) -> float:

@@ -27,14 +27,9 @@ def gradients(formula: Formula, wanted: list[str]) -> dict[str, Node]:
         if id(node) not in seen or node.number or node.kind in ("input", "matmul"):
             continue
         for arg, share in zip(node.args, _shares(graph, node, seen[id(node)]), strict=True):
-            if share is None or arg.number or arg.truth:
+            if share is None or arg.shape is None or arg.truth:
                 continue
-            if (
-                arg.shape is not None
-                and arg.shape[-1] == 1
-                and share.shape is not None
-                and share.shape[-1] != 1
-            ):
+            if share.shape is not None and arg.shape[-1] == 1 != share.shape[-1]:
                 share = graph.make("sum", share)
             seen[id(arg)] = graph.make("add", seen[id(arg)], share) if id(arg) in seen else share
     ends = [n for n in formula.nodes if n.kind in ("input", "matmul")]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from opsmith.authoring.formula.shapes import Shape, broadcast
@@ -53,19 +53,20 @@ class Node:
         """A reduction along rows; max and min of two values are none."""
         return self.kind in REDUCTIONS and len(self.args) == 1
 
-    def walk(self, seen: set[int] | None = None) -> Iterator[Node]:
-        """All nodes below and this one, each once, arguments first; what a matmul multiplies is not looked into."""
-        seen = set() if seen is None else seen
-        stack: list[tuple[Node, bool]] = [(self, False)]
-        while stack:
-            node, ready = stack.pop()
-            if ready:
-                yield node
-            elif id(node) not in seen:
-                seen.add(id(node))
-                stack.append((node, True))
-                if node.kind != "matmul":
-                    stack.extend((a, False) for a in reversed(node.args))
+
+def walk(roots: Iterable[Node]) -> Iterator[Node]:
+    """All nodes below and these, each once, arguments first; what a matmul multiplies is not looked into."""
+    seen: set[int] = set()
+    stack = [(root, False) for root in reversed([*roots])]
+    while stack:
+        node, ready = stack.pop()
+        if ready:
+            yield node
+        elif id(node) not in seen:
+            seen.add(id(node))
+            stack.append((node, True))
+            if node.kind != "matmul":
+                stack.extend((a, False) for a in reversed(node.args))
 
 
 @dataclass
@@ -146,8 +147,7 @@ class Formula:
     @property
     def nodes(self) -> list[Node]:
         """All nodes, each once, arguments first."""
-        seen: set[int] = set()
-        return [n for out in self.outputs.values() for n in out.walk(seen)]
+        return list(walk(self.outputs.values()))
 
     @property
     def product(self) -> Node | None:

@@ -7,6 +7,8 @@ broadcast as PyTorch's do, aligned at the right; two different symbols, or a sym
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
+from operator import eq
 
 Dim = int | str
 Shape = tuple[Dim, ...]
@@ -58,14 +60,9 @@ def strides_of(shape: Shape, space: Shape) -> list[tuple[Shape, Shape]] | None:
     if mine == outer:
         return None
     runs: list[tuple[Shape, Shape]] = []
-    i = 0
-    while i < len(outer):
-        if mine[i] == 1 and outer[i] != 1:
-            i += 1
-            continue
-        end = i
-        while end < len(outer) and mine[end] == outer[end]:
-            end += 1
-        runs.append((outer[i:end], outer[end:]))
-        i = end
-    return [run for run in runs if any(d != 1 for d in run[0])]
+    end = 0
+    for varies, run in groupby(map(eq, mine, outer)):
+        start, end = end, end + len([*run])
+        if varies and any(d != 1 for d in outer[start:end]):
+            runs.append((outer[start:end], outer[end:]))
+    return runs

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from opsmith.authoring.formula.nodes import ELEMENTWISE, REDUCTIONS, ROTATIONS, Formula, Graph, Node
+from opsmith.authoring.formula.nodes import ELEMENTWISE, REDUCTIONS, ROTATIONS, Formula, Graph, Node, walk
 from opsmith.authoring.formula.shapes import Shape, broadcast, shown
 
 FULL, ROW, COLUMN = "full", "row", "column"  # an element for each of the whole, for each row, for each column
@@ -79,8 +79,7 @@ def plan(
     if space[-1] != 1:
         narrow = {o.name for o in outputs if o.extent == FULL and (o.node.shape or (0,))[-1] == 1}
         outputs = [replace(o, extent=ROW) if o.name in narrow else o for o in outputs]
-    seen: set[int] = set()
-    nodes = [n for o in outputs for n in o.node.walk(seen)]
+    nodes = list(walk(o.node for o in outputs))
     rotation = next((n.kind for n in nodes if n.kind in ROTATIONS), None)
     stages = _stages(nodes, [o.node for o in outputs])
     return Plan(inputs, dict(formula.attributes), tuple(outputs), space, stages, rotation, formula.truths)
@@ -123,7 +122,7 @@ def _gathered(node: Node) -> tuple[Node, str, str]:
 
 def _expand(graph: Graph, root: Node, memo: dict[int, Node]) -> Node:
     """The same value without softmax, and with variances that are spelled out recognized."""
-    for node in root.walk():
+    for node in walk([root]):
         if id(node) in memo:
             continue
         args = () if node.kind == "matmul" else tuple(memo[id(a)] for a in node.args)

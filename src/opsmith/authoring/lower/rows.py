@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from opsmith.authoring.formula.nodes import walk
 from opsmith.authoring.formula.shapes import ANY, Shape, strides_of
 from opsmith.authoring.lower.plan import FULL, Plan
 
@@ -15,7 +16,7 @@ class Rows:
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
-        used = {n.value for o in plan.outputs for n in o.node.walk() if n.kind == "input"}
+        used = {n.value for n in walk(o.node for o in plan.outputs) if n.kind == "input"}
         self.read = [n for n in plan.inputs if n in used]
         self.names: dict[tuple[int, int], str] = {}
         self.counts: dict[str, tuple[int, int | None]] = {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from opsmith.authoring.formula.nodes import REDUCTIONS, Formula, Node
+from opsmith.authoring.formula.nodes import REDUCTIONS, Formula, Node, walk
 from opsmith.authoring.lower.emit import Emitter
 
 _ROW = ("sum", "mean", "max", "min", "var", "softmax", "rotate_half", "rotate_interleaved")
@@ -115,4 +115,4 @@ def _bracketed(text: str) -> str:
 
 
 def _dtype_of(node: Node) -> str:
-    return f"{next(n.value for n in node.walk() if n.kind == 'input')}.dtype"
+    return f"{next(n.value for n in walk([node]) if n.kind == 'input')}.dtype"

@@ -8,7 +8,7 @@ from functools import cached_property
 
 from opsmith.authoring import formula as language
 from opsmith.authoring.formula import gradient
-from opsmith.authoring.formula.nodes import ELEMENTWISE, ROTATIONS, Formula, Node
+from opsmith.authoring.formula.nodes import ELEMENTWISE, ROTATIONS, Formula, Node, walk
 from opsmith.authoring.formula.shapes import ANY, Shape, broadcast, shown, strides_of
 from opsmith.authoring.lower import torch as lower_torch
 from opsmith.authoring.lower.cpu import CpuKernel
@@ -410,8 +410,7 @@ class Project:
     @cached_property
     def flops(self) -> str:
         """For one element, as operator.py writes it."""
-        seen: set[int] = set()
-        nodes = [node for o in self.forward.outputs for node in o.node.walk(seen)]
+        nodes = walk(o.node for o in self.forward.outputs)
         counted = [n for n in nodes if n.reduces or (n.kind in ELEMENTWISE and self.forward.lane(n))]
         return f"{max(sum(_FLOPS.get(n.kind, 1.0) for n in counted), 1.0):.1f}"
 

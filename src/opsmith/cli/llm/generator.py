@@ -7,6 +7,7 @@ import resource
 import sys
 import time
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -35,19 +36,14 @@ class Generated:
 
 
 class Clock:
-    """A streamer for `generate`: notes when each token comes, and hands it to another streamer."""
+    """A streamer for `generate`: notes when the prompt and each token come, and hands them to another streamer."""
 
     def __init__(self, text: Any = None) -> None:
         self.text = text
-        self.started = time.perf_counter()
         self.times: list[float] = []
-        self._prompt = True
 
     def put(self, value: Tensor) -> None:
-        if self._prompt:  # what generate puts first
-            self._prompt = False
-        else:
-            self.times.append(time.perf_counter() - self.started)
+        self.times.append(time.perf_counter())
         if self.text is not None:
             self.text.put(value)
 
@@ -79,7 +75,7 @@ def generate(
     clock = Clock(text)
     # An end of text would end it early.
     with meanwhile([model.generation_config], "eos_token_id", None):
-        clock.started = time.perf_counter()
+        started = time.perf_counter()
         out = model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
@@ -91,9 +87,10 @@ def generate(
             return_dict_in_generate=True,
             output_logits=check,
         )
-    steps = [b - a for a, b in zip(clock.times, clock.times[1:], strict=False)]
+    _, *times = clock.times
+    steps = [b - a for a, b in pairwise(times)]
     logits = torch.stack(out.logits, 1).float() if check else None
-    return Generated(out.sequences[:, ids.shape[1] :], clock.times[0], steps, logits)
+    return Generated(out.sequences[:, ids.shape[1] :], times[0] - started, steps, logits)
 
 
 def weight_bytes(model: nn.Module) -> int:

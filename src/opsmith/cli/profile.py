@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import runpy
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -93,20 +94,15 @@ def _against(file: Path | None) -> tuple[Profile | None, Path | None]:
 
 def _script(file: Path) -> Profile:
     import opsmith
+    from opsmith.compiler.meanwhile import meanwhile
 
     if not file.is_file():
         raise CommandError(f"profile: there is no script {file}")
     recording = opsmith.profile(name=file.name)
-    arguments, sys.argv = sys.argv, [str(file)]
-    sys.path.insert(0, str(file.parent.resolve()))
-    try:
-        with recording:
-            runpy.run_path(str(file), run_name="__main__")
-    except (Exception, KeyboardInterrupt, SystemExit):
-        pass  # the profile says so
-    finally:
-        sys.argv = arguments
-        sys.path.remove(str(file.parent.resolve()))
+    argv = meanwhile([sys], "argv", [str(file)])
+    path = meanwhile([sys], "path", [str(file.parent.resolve()), *sys.path])
+    with argv, path, suppress(Exception, KeyboardInterrupt, SystemExit), recording:  # the profile says so
+        runpy.run_path(str(file), run_name="__main__")
     return recording.profile  # type: ignore[no-any-return]
 
 

@@ -21,9 +21,8 @@ from opsmith.cli.common import (
     Names,
     Output,
     choose,
-    device_of,
     dtypes_of,
-    is_folder,
+    folders,
     size_of,
     speedup,
     time_of,
@@ -80,7 +79,6 @@ def run(
     from opsmith.proof.replay import sample_of
 
     output = Output(json)
-    device_of(device)
     usual = (
         ("eager", "compile") if against is None else tuple(n.strip() for n in against.split(",") if n.strip())
     )
@@ -148,7 +146,7 @@ def _projects(
 
     found: set[str] = set()
     unfit: dict[str, str] = {}
-    for folder in [name for name in names or () if is_folder(name)]:
+    for folder in folders(names):
         mine = {card.name for card in cards_of(load(folder))}
         found |= mine
         try:

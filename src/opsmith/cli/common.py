@@ -39,8 +39,6 @@ Dtypes = Annotated[
     list[str] | None, typer.Option("--dtype", metavar="DTYPE", help="Only this dtype; may be repeated.")
 ]
 
-Device = Annotated[str, typer.Option(metavar="cpu|cuda", help="Where the operators run.")]
-
 
 class Output:
     """Tables for people on `console`; the same result as JSON where `--json` asked for it.
@@ -137,8 +135,7 @@ def choose(names: list[str] | None, everything: bool) -> list[Operator]:
 
     load_installed("operators")
     cards = registry()
-    if folders := [name for name in names or () if name not in cards and is_folder(name)]:
-        found = {name: _project(name) for name in folders}
+    if found := {name: _project(name) for name in folders(names) if name not in cards}:
         names = [one for name in names or () for one in found.get(name, [name])]
         cards = registry()
     if everything:
@@ -156,9 +153,9 @@ def choose(names: list[str] | None, everything: bool) -> list[Operator]:
     return [cards[name] for name in names]
 
 
-def is_folder(name: str) -> bool:
-    """True for what is written as a path, or names a folder with an operator.py here."""
-    return "/" in name or name == "." or Path(name, "operator.py").is_file()
+def folders(names: list[str] | None) -> list[str]:
+    """Those that are written as a path, or name a folder with an operator.py here."""
+    return [n for n in names or () if "/" in n or n == "." or Path(n, "operator.py").is_file()]
 
 
 def _project(folder: str) -> list[str]:
@@ -183,7 +180,7 @@ def dtypes_of(card: Operator, names: list[str] | None) -> list[torch.dtype]:
     return [known[name] for name in names or known]
 
 
-def device_of(name: str) -> str:
+def _device_of(name: str) -> str:
     """The device of that name; one that is not here is an error."""
     import torch
 
@@ -197,3 +194,8 @@ def device_of(name: str) -> str:
     if name == "cuda" and not torch.cuda.is_available():
         raise CommandError("--device: this PyTorch finds no GPU; leave --device out, or see `opsmith doctor`")
     return name
+
+
+Device = Annotated[
+    str, typer.Option(metavar="cpu|cuda", help="Where the operators run.", callback=_device_of)
+]

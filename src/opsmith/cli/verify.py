@@ -12,18 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from opsmith.cli import CommandError
-from opsmith.cli.common import (
-    All,
-    Device,
-    Dtypes,
-    Json,
-    Names,
-    Output,
-    choose,
-    device_of,
-    dtypes_of,
-    is_folder,
-)
+from opsmith.cli.common import All, Device, Dtypes, Json, Names, Output, choose, dtypes_of, folders
 
 if TYPE_CHECKING:
     from opsmith.proof.verify import Finding
@@ -49,7 +38,6 @@ def run(
     from opsmith.proof.verify import verify
 
     output = Output(json)
-    device_of(device)
     findings: list[Finding] = []
     for card in choose(names, everything):
         dtypes = dtypes_of(card, dtype)
@@ -62,7 +50,7 @@ def run(
                 found += conduct(card, dtypes[0], device)
         _print(output.console, found)
         findings += found
-    for folder in [name for name in names or () if is_folder(name)]:
+    for folder in folders(names):
         for found in elsewhere(output.console, folder, dtype, quick):
             _print(output.console, found)
             findings += found

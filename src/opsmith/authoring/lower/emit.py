@@ -42,18 +42,13 @@ class Emitter:
     def count(self, roots: Iterable[Node], places: Iterable[int] = (0,)) -> None:
         """Learn how often each node is used in the block, before its text is asked for at these places."""
         stack = [(root, place if root.shape is not None else 0) for root in roots for place in places]
-        for key in stack:
-            self._uses[id(key[0]), key[1]] += 1
+        seen: set[tuple[int, int]] = set()
         while stack:
             node, place = stack.pop()
-            if self._uses[id(node), place] > 1 and (id(node), place) in self._done:
-                continue
-            self._done[id(node), place] = ("", 0)
-            for key in self._below(node, place):
-                self._uses[id(key[0]), key[1]] += 1
-                if (id(key[0]), key[1]) not in self._done:
-                    stack.append(key)
-        self._done.clear()
+            self._uses[id(node), place] += 1
+            if (id(node), place) not in seen:
+                seen.add((id(node), place))
+                stack += self._below(node, place)
 
     def _below(self, node: Node, place: int) -> list[tuple[Node, int]]:
         if node.kind not in ELEMENTWISE and not node.kind.startswith("rotate"):

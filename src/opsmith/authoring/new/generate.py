@@ -225,20 +225,16 @@ class Project:
         return [] if isinstance(self.backward, str) else [o.name[1:] for o in self.backward.outputs]
 
     @cached_property
-    def backward_columns(self) -> list[dict[str, str]]:
-        """The dtypes of the backward kernel's tensors."""
-        like = {n: n for n in self.kernel_inputs}
-        like |= {f"d{n}": n for n in (*self.formula.outputs, *self.gradients)}
-        return [{name: c[n] for name, n in like.items()} for c in self.kernel_columns]
-
-    @cached_property
     def kernels(self) -> list[tuple[Plan, str, list[dict[str, str]], str]]:
         """The kernels of the project: plan, name, dtypes, comment."""
         found = [(self.forward, "forward", self.kernel_columns, self.equation)]
         if not isinstance(self.backward, str):
             derived = "" if "backward" in self.to_write else ", derived from the formula"
             text = f"The gradients of {', '.join(self.gradients)}{derived}."
-            found.append((self.backward, "backward", self.backward_columns, text))
+            like = {n: n for n in self.kernel_inputs}
+            like |= {f"d{n}": n for n in (*self.formula.outputs, *self.gradients)}
+            columns = [{name: c[n] for name, n in like.items()} for c in self.kernel_columns]
+            found.append((self.backward, "backward", columns, text))
         return found
 
     def cpu(self) -> str:

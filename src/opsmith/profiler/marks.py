@@ -196,9 +196,6 @@ def _annotated(program: Program, labels: Mapping[str, str]) -> Callable[..., Any
 def _module_of(node: Any) -> str:
     """The module that a captured node came from, by name; empty where nobody knows."""
     stack = node.meta.get("nn_module_stack") or {}
-    for path, _ in reversed(list(stack.values())):
-        text = re.sub(r"\[\'?([\w.]+)\'?\]", r".\1", str(path))
-        return re.sub(
-            r"^L?\.?(self|model|fn|mod)?\.?(_modules\.)?", "", text.replace("._modules.", ".")
-        ).strip(".")
-    return ""
+    path = str(next(reversed(stack.values()))[0]) if stack else ""
+    text = re.sub(r"\[\'?([\w.]+)\'?\]", r".\1", path).replace("._modules.", ".")
+    return re.sub(r"^L?\.?(self|model|fn|mod)?\.?(_modules\.)?", "", text).strip(".")

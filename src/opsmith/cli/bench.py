@@ -75,13 +75,11 @@ def run(
     """
     from opsmith.measure import WrongResult
     from opsmith.proof import baselines
-    from opsmith.proof.bench import bench
+    from opsmith.proof.bench import AGAINST, bench
     from opsmith.proof.replay import sample_of
 
     output = Output(json)
-    usual = (
-        ("eager", "compile") if against is None else tuple(n.strip() for n in against.split(",") if n.strip())
-    )
+    usual = AGAINST if against is None else tuple(n.strip() for n in against.split(",") if n.strip())
     with told("--against: "):
         baselines.choose(usual, device)
     if roofline is not None:

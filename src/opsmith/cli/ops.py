@@ -42,19 +42,14 @@ def run(names: Names = None, json: Json = None) -> None:
 
 def _describe(card: Operator, implementation: Implementation) -> dict[str, Any]:
     """In which dtypes an implementation takes the card's samples on this machine, or why in none."""
-    dtypes, reason = [], ""
-    for dtype in card.dtypes:
-        answer = _accepts(card, implementation, dtype)
-        if answer is True:
-            dtypes.append(str(dtype).removeprefix("torch."))
-        else:
-            reason = reason or str(answer)
+    answers = {str(d).removeprefix("torch."): _accepts(card, implementation, d) for d in card.dtypes}
+    dtypes = [name for name, answer in answers.items() if answer is True]
     return {
         "implementation": implementation.name,
         "device": implementation.device,
         "available": bool(dtypes),
         "dtypes": dtypes,
-        "reason": None if dtypes else reason,
+        "reason": None if dtypes else next(iter(answers.values()), ""),
     }
 
 

@@ -103,8 +103,7 @@ def _operator(p: Project) -> dict[str, object]:
     body = "\n".join([*p.reference_lines, *(p.inner_lines if p.product else ())])
     many = len(p.formula.outputs) > 1
     numbers = ", ".join(p.parameters.split(", ")[len(p.shapes) :])
-    product = p.formula.product
-    before = [f"torch.matmul({product.args[0].value}, {product.args[1].value})"] if product else []
+    before = [f"torch.matmul({', '.join(str(a.value) for a in p.product.args)})"] if p.product else []
     before += [n for n in p.kernel_inputs if n != "product"]
     strided = [p.strided[1] if p.strided and n == p.strided[0] else n for n in p.shapes]
     sizes = ["{'x'.join(map(str, lead))}" if s == "lead" else f"{{{s}}}" for s in p.symbols]

@@ -154,18 +154,16 @@ class Project:
         return unique
 
     @cached_property
-    def product(self) -> bool:
-        """Whether a matmul comes first, which the library computes: the kernels start from its result."""
-        return self.formula.product is not None
+    def product(self) -> Node | None:
+        """The matmul that comes first, if one does, which the library computes: the kernels start from its result."""
+        return self.formula.product
 
     @cached_property
     def kernel_inputs(self) -> dict[str, Shape]:
         """The tensors that the kernels take."""
         used = {str(n.value) for n in self.formula.nodes if n.kind == "input"}
         rest = {n: s for n, s in self.formula.inputs.items() if n in used}
-        if self.formula.product is None or self.formula.product.shape is None:
-            return rest
-        return {"product": self.formula.product.shape, **rest}
+        return {"product": self.product.shape or (), **rest} if self.product else rest
 
     @cached_property
     def kernel_columns(self) -> list[dict[str, str]]:
@@ -174,8 +172,8 @@ class Project:
         result = []
         for c in self.columns:
             column = {n: c[n] for n in (*self.kernel_inputs, *outputs) if n != "product"}
-            if self.formula.product is not None:
-                first, second = (c[str(a.value)] for a in self.formula.product.args)
+            if self.product:
+                first, second = (c[str(a.value)] for a in self.product.args)
                 if first != second:
                     raise PrototypeError(
                         f"{self.prototype.op}: matmul takes two tensors of one type, not {first} and {second}"
@@ -279,8 +277,8 @@ class Project:
 
     @cached_property
     def like(self) -> dict[str, str]:
-        """An input that has an output's dtype in every combination, where the combinations are mixed."""
-        if not self.mixed:
+        """An input that has an output's dtype in every combination, where one has more than one floating-point type."""
+        if all(len({*c.values()} - {"bool"}) == 1 for c in self.columns):
             return {}
         result = {}
         for o in self.formula.outputs:
@@ -292,11 +290,6 @@ class Project:
                 )
             result[o] = same[0]
         return result
-
-    @cached_property
-    def mixed(self) -> bool:
-        """Whether a combination has more than one floating-point type."""
-        return any(len({t for t in c.values() if t != "bool"}) > 1 for c in self.columns)
 
     @cached_property
     def even(self) -> list[str]:
@@ -414,7 +407,7 @@ class Project:
     def whole(self) -> str:
         """An expression for the number of elements of the whole."""
         if self.product:
-            a, b = self.formula.product.args  # type: ignore[union-attr]
+            a, b = self.product.args
             return f"{a.value}.numel() // {a.value}.shape[-1] * {b.value}.shape[-1]" if a.shape else ""
         for name, shape in self.formula.inputs.items():
             if shape == self.forward.space:

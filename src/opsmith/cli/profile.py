@@ -82,14 +82,12 @@ def _against(file: Path | None) -> tuple[Profile | None, Path | None]:
     from opsmith.compiler import Plan
     from opsmith.profiler import Profile
 
-    try:
-        return Profile.load(file), None
-    except ValueError as no_profile:
-        try:
-            Plan.load(file)
-        except ValueError:
-            raise CommandError(str(no_profile)) from no_profile
+    with suppress(ValueError):
+        Plan.load(file)
         return None, file
+    with told():
+        earlier = Profile.load(file)
+    return earlier, None
 
 
 def _script(file: Path) -> Profile:

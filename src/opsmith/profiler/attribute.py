@@ -41,9 +41,7 @@ class Attribution:
             for kinds, seconds in zip(series, times, strict=True):
                 kinds[row.kind] += seconds
             key = (row.kind, row.operator, row.shape, row.layer, row.implementation, row.composite, row.known)
-            into = merged.get(key)
-            if into is None:
-                into = merged[key] = replace(row, flops=0.0, int8_ops=0.0, bytes=0.0)
+            into = merged.setdefault(key, replace(row, flops=0.0, int8_ops=0.0, bytes=0.0))
             into.seconds += sum(times) / len(times)
             into.calls += 1
             into.charge(Cost(row.flops, row.bytes, row.int8_ops))

@@ -124,17 +124,13 @@ def _join_json(args: list[str]) -> list[str]:
     mean what they say.
     """
     joined: list[str] = []
-    rest = iter(range(len(args)))
-    for i in rest:
-        if args[i] != "--json":
-            joined.append(args[i])
-            continue
-        following = args[i + 1] if i + 1 < len(args) else ""
-        is_file = following == "-" or (not following.startswith("-") and any(c in following for c in "./"))
-        joined.append(f"--json={following if is_file else '-'}")
-        if is_file:
-            next(rest)
-    return joined
+    for arg in args:
+        is_file = arg == "-" or (not arg.startswith("-") and any(c in arg for c in "./"))
+        if is_file and joined[-1:] == ["--json"]:
+            joined[-1] = f"--json={arg}"
+        else:
+            joined.append(arg)
+    return ["--json=-" if arg == "--json" else arg for arg in joined]
 
 
 def _one_line(error: Exception) -> str:

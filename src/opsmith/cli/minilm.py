@@ -172,12 +172,10 @@ class Demo(Phases):
         for who, error in errors.items():
             table.add_row(who, f"{error.rms:.2e}", f"{error.worst:.2e}", f"at least {error.cosine:.9f}")
         self.console.print(table)
-        if name == "float32" and errors[models.OPSMITH].cosine < COSINE:
-            self.faults.append(
-                f"cosine similarity {errors[models.OPSMITH].cosine:.9f} to float64 is below {COSINE}"
-            )
-        before = ranking(embeddings[models.EAGER][1], embeddings[models.EAGER][0])
-        after = ranking(embeddings[models.OPSMITH][1], embeddings[models.OPSMITH][0])
+        cosine = errors[models.OPSMITH].cosine
+        if name == "float32" and cosine < COSINE:
+            self.faults.append(f"cosine similarity {cosine:.9f} to float64 is below {COSINE}")
+        before, after = (ranking(queries, documents) for documents, queries in embeddings.values())
         if name == self.dtypes[0]:
             for query, order in zip(QUERIES, after, strict=True):
                 self.console.print(f"\n  {query}", style="bold")

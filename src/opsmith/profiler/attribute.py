@@ -194,8 +194,7 @@ class _Reader:
     def _gradient(self, op: Op) -> None:
         forward = self.made.get(op.sequence)
         if forward is None or forward.row.kind == FRAMEWORK:
-            for child in op.children:
-                self._inner(child, forward.row.layer if forward is not None else "")
+            self._inner(op, forward.row.layer if forward is not None else "")
             return
         back = self.backs.get(id(forward))
         if back is None:

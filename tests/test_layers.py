@@ -62,7 +62,7 @@ MAY_IMPORT["__main__"] = {"cli"}
 STAGES = (
     *("config", "plan", "kept", "reasons", "progress", "meanwhile"),
     *("algebra", "capture", "find", "steps", "choose", "prove", "program", "modules"),
-    *("report", "code", "session", "frozen", "entry", "copying", "warmup", "api", "__init__"),
+    *("report", "code", "bypass", "session", "frozen", "entry", "copying", "warmup", "api", "__init__"),
 )
 
 # What may see torch, by how its name begins: it registers the kernels with PyTorch's stable ABI.

@@ -23,6 +23,7 @@ from opsmith import measure
 from opsmith.call.dispatch import carries_tangents
 from opsmith.compiler.code import Code
 from opsmith.compiler.frozen import keep_input_guards
+from opsmith.compiler.modules import conventions
 from opsmith.compiler.modules.conventions import rehearse
 from opsmith.compiler.modules.quantize import needed
 from opsmith.compiler.program.graph import Apart
@@ -59,18 +60,23 @@ class Entry:
     def call(self, *args: Any, **kwargs: Any) -> Any:
         """The model's call."""
         model, session = self.model, self.session
-        session.packing.follow()
-        if model.training and torch.is_grad_enabled():
-            session.packing.train()
-        # Nothing may be made of weights that are gone after the call, and whose changes PyTorch does not count.
-        gathered = session.gathers(model) and not torch.is_grad_enabled()
-        if gathered or torch.compiler.is_exporting() or carries_tangents() or session.changed():
+        if not session.bypass.enter(conventions.loop()) and self._changed():
             with session.paged.lock:
                 return model._call_impl(*args, **kwargs)
         if session.latent.waiting:
             session.latent.study(model, partial(rehearse, model, args, kwargs))
         served = session.latent if session.latent.sites else session.paged
         return served.call(model, args, kwargs, self.captured)
+
+    def _changed(self) -> bool:
+        """Whether the model's own code has to answer; packed weights follow what they were packed of."""
+        model, session = self.model, self.session
+        session.packing.follow()
+        if model.training and torch.is_grad_enabled():
+            session.packing.train()
+        # Nothing may be made of weights that are gone after the call, and whose changes PyTorch does not count.
+        gathered = session.gathers(model) and not torch.is_grad_enabled()
+        return gathered or torch.compiler.is_exporting() or carries_tangents() or session.changed()
 
     def captured(self, *args: Any, **kwargs: Any) -> Any:
         """The call by a graph, which is captured where there is none for it yet."""
@@ -82,10 +88,13 @@ class Entry:
         capturing = self.session.capturing
         capturing.parts.clear()
         if plain and (run := self.seen.get(key)) is not None:
+            bypass = self.session.bypass
+            if (result := bypass.call(key, values)) is not None:
+                return result
             try:
                 # After a change of the model Dynamo captures here, without the settings for it: it must not succeed.
                 with torch._dynamo.error_on_graph_break(self.general and run is self.compiled):
-                    return run(*args, **kwargs)
+                    return bypass.learn(self.model, key, values, partial(run, *args, **kwargs))
             except torch._dynamo.exc.TorchDynamoException as failed:
                 if not isinstance(getattr(failed, "inner_exception", _Forgotten()), _Forgotten):
                     raise
@@ -213,7 +222,10 @@ def _backend(session: Session) -> Callable[..., Any]:
 
         def call(*args: Any) -> Any:
             capturing.parts.append(held)
-            return held().run(*args)  # type: ignore[union-attr]
+            run = held().run  # type: ignore[union-attr]
+            made = run(*args)
+            known().bypass.saw(run, args, made)  # type: ignore[union-attr]
+            return made
 
         return call
 

@@ -15,6 +15,7 @@ from torch import Tensor, fx, nn
 
 from opsmith import measure
 from opsmith.call.dispatch import is_sharded, needs_grad
+from opsmith.compiler.bypass import Bypass
 from opsmith.compiler.capture.mutation import Effects
 from opsmith.compiler.capture.parts import by_parts
 from opsmith.compiler.capture.shards import Shards, is_gathered
@@ -105,6 +106,7 @@ class Session:
         self.unpacked = 0  # bytes of weights in linear layers that are not packed
         self.dtypes: set[torch.dtype] = set()  # of the weights of linear layers that stay the model's
         self.capturing = Capturing()
+        self.bypass = Bypass()
         self.gathered = False  # whether weights are there for the time of a call only
         self.code: Code | None = None  # what captured graphs were of
         self.other = 0  # calls that came when the code was another
@@ -136,7 +138,7 @@ class Session:
         if self.config.frozen or self.code is None or not self.code.changed():
             return False
         if not self.other:
-            warnings.warn(f"opsmith: {_OTHER}", stacklevel=4)
+            warnings.warn(f"opsmith: {_OTHER}", stacklevel=5)
         self.other += 1
         return True
 

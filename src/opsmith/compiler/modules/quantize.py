@@ -224,7 +224,7 @@ class Packing:
             warnings.warn(
                 f"opsmith: the weights of {learning} quantized layers get no gradient, and do not learn: "
                 "opsmith.restore(model) before it trains, or requires_grad_(False) for them",
-                stacklevel=4,
+                stacklevel=5,
             )
 
     def unpack(self, model: nn.Module, dtype: torch.dtype) -> list[nn.Module]:

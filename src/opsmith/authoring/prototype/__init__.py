@@ -225,6 +225,8 @@ def read(path: Path, op: str | None = None) -> Prototype:
 
 def parse(text: str, where: str = "prototype", op: str | None = None) -> Prototype:
     """The same for a text."""
+    if len(text) > _LARGEST:
+        raise PrototypeError(f"{where}: {len(text)} characters; a prototype has at most {_LARGEST}")
     data, lines = jsonc.parse(text, where)
     entries = data if isinstance(data, list) else [data]
     names = [d.get("op") if isinstance(d, dict) else None for d in entries]

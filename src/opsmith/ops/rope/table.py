@@ -83,22 +83,17 @@ def frequencies_of(
     return scale(dim, length, theta, given)
 
 
-class _Parameters:
+class _Parameters(dict[str, Any]):
     """A scaling's parameters, in which None stands for absent, as in configuration files."""
 
     def __init__(self, values: Scaling):
         if not isinstance(values, Mapping):
             raise TypeError(f"rope_table: scaling must be a mapping, got {type(values).__name__}")
-        self._values = {name: value for name, value in values.items() if value is not None}
+        super().__init__({name: value for name, value in values.items() if value is not None})
 
-    def get(self, name: str, default: Any = None) -> Any:
-        return self._values.get(name, default)
-
-    def __getitem__(self, name: str) -> Any:
-        if name not in self._values:
-            kind = self.get("rope_type", self.get("type"))
-            raise ValueError(f"rope_table: {kind} scaling needs {name!r}, got {sorted(self._values)}")
-        return self._values[name]
+    def __missing__(self, name: str) -> Any:
+        kind = self.get("rope_type", self.get("type"))
+        raise ValueError(f"rope_table: {kind} scaling needs {name!r}, got {sorted(self)}")
 
     def trained(self) -> float:
         """The context length before scaling."""

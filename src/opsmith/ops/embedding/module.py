@@ -248,7 +248,8 @@ class QuantizedEmbedding(KeepsDtypes):
         }
         contestants: dict[str, Callable[[], object]] = {}
         for name, (tokens, rows) in settings.items():
-            twin = self._twin(tokens, rows)
+            twin = copy.copy(self)  # the table is the same
+            twin.prefetch, twin.cache_rows = tokens, rows
             if twin._cache is not None:  # as it will be after a while
                 for call in calls:
                     twin(call)
@@ -257,12 +258,6 @@ class QuantizedEmbedding(KeepsDtypes):
         found = measure.quick(contestants, budget_s=budget_s, min_time=_SAMPLE_SECONDS)
         self.prefetch, self.cache_rows = settings[found.best(prefer="neither")]
         return Tuning(self.prefetch, self.cache_rows, {name: found.median(name) for name in found.names})
-
-    def _twin(self, prefetch: int, cache_rows: int) -> QuantizedEmbedding:
-        """The same table, not copied, in other settings."""
-        twin = copy.copy(self)
-        twin.prefetch, twin.cache_rows = prefetch, cache_rows
-        return twin
 
     def extra_repr(self) -> str:
         return (

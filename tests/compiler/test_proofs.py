@@ -228,7 +228,7 @@ def test_the_oldest_entries_go(tmp_path: Path) -> None:
         one = kept()
         one.put(str(i), i)
         one.save()
-    assert kept().items() == [("2", 2), ("3", 3), ("4", 4)]
+    assert list(kept().items()) == [("2", 2), ("3", 3), ("4", 4)]
 
 
 def test_an_example_is_one_file_write(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ import json
 import os
 import warnings
 from pathlib import Path
-from typing import Annotated, Any, Generic, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from pydantic import Field, TypeAdapter
 
@@ -22,7 +22,7 @@ def directory() -> Path:
     return Path(forced).expanduser().absolute() if forced else cache.of_user() / "tuning"
 
 
-class Kept(Generic[T]):
+class Kept(dict[str, T]):
     """Entries that hold within one scope (a machine, its kernels, its PyTorch).
 
     A file that is damaged, unreadable, of another scope, or in a folder that others can write to counts as empty: it
@@ -33,8 +33,8 @@ class Kept(Generic[T]):
         self._path, self._schema, self._scope = path, schema, scope
         self._type: TypeAdapter[dict[str, T]] = TypeAdapter(dict[str, entry])
         self._most = most
-        self._entries: dict[str, T] = self._read()
         self._new: dict[str, T] = {}
+        super().__init__(self._read())
 
     def _read(self) -> dict[str, T]:
         try:
@@ -46,15 +46,8 @@ class Kept(Generic[T]):
         except (OSError, ValueError, TypeError, KeyError, RecursionError):
             return {}
 
-    def get(self, key: str) -> T | None:
-        return self._entries.get(key)
-
     def put(self, key: str, entry: T) -> None:
-        self._entries[key] = self._new[key] = entry
-
-    def items(self) -> list[tuple[str, T]]:
-        """All that is known."""
-        return list(self._entries.items())
+        self[key] = self._new[key] = entry
 
     def save(self) -> None:
         """Write the file; a folder that can't be written costs only the memory of this run."""

@@ -214,7 +214,7 @@ class Selector:
     def _nearest(self, contested: str, able: Mapping[str, Implementation]) -> dict[str, float]:
         """Of the calls measured before, the times of the one closest in work and of the same kind."""
         operator, kind, work = contested.partition(" ")[0], _kind(contested), _work(contested)
-        measured = {**dict(self.cache.items()), **self._measured}
+        measured = {**self.cache, **self._measured}
         alike = [
             key
             for key, times in measured.items()

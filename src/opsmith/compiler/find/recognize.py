@@ -101,7 +101,9 @@ class _Finder:
     def run(self) -> Recognized:
         result = Recognized()
         for node in reversed(list(self.graph.nodes)):
-            if node in self.consumed or not _may_be_root(node):
+            value = node.meta.get("val")
+            floats = isinstance(value, Tensor) and value.is_floating_point()
+            if node in self.consumed or not floats or not is_readable(node, root=True):
                 continue
             if (site := self._site(node)) is not None and not _is_read_again(site):
                 result.sites.append(site)
@@ -370,11 +372,6 @@ def _is_read_again(site: Site) -> bool:
 
 def _size(term: Poly) -> int:
     return sum(len(m.factors) + (_size(m.expo) if m.expo else 0) for m, _ in term.terms)
-
-
-def _may_be_root(node: Node) -> bool:
-    value = node.meta.get("val")
-    return isinstance(value, Tensor) and value.is_floating_point() and is_readable(node, root=True)
 
 
 def _layout(value: Poly) -> tuple[int, ...] | None:

@@ -12,10 +12,7 @@ constexpr int64_t task = 8192;
 
 std::vector<int64_t> targets_of(const View& target) {
   std::vector<int64_t> all(size_t(target.sizes[0]));
-  with_id_type(target.dtype, [&]<class Id>(Id*) {
-    const Id* p = target.as<Id>();
-    for (size_t i = 0; i < all.size(); ++i) all[i] = int64_t(p[int64_t(i) * target.strides[0]]);
-  });
+  for (size_t i = 0; i < all.size(); ++i) all[i] = integer_at(target, int64_t(i) * target.strides[0]);
   return all;
 }
 

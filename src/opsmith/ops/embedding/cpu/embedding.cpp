@@ -57,22 +57,20 @@ struct Place {
 };
 
 // All places, by row and then in order. Rows are counted, unless there are so many that sorting the ids takes less time.
-template <class Id>
 std::vector<Place> by_row(const View& ids, int64_t rows) {
-  const Id* id = ids.as<Id>();
-  const int64_t tokens = ids.sizes[0], step = ids.strides[0];
+  const int64_t tokens = ids.sizes[0];
+  const auto id = [&](int64_t t) { return integer_at(ids, t * ids.strides[0]); };
   std::vector<Place> places(size_t(tokens), Place{});
   if (tokens * few_ids < rows) {
-    for (int64_t t = 0; t < tokens; ++t) places[size_t(t)] = {int64_t(id[t * step]), t};
+    for (int64_t t = 0; t < tokens; ++t) places[size_t(t)] = {id(t), t};
     std::sort(places.begin(), places.end());
     return places;
   }
   std::vector<int64_t> ends(size_t(rows), 0);
-  for (int64_t t = 0; t < tokens; ++t) ++ends[size_t(id[t * step])];
+  for (int64_t t = 0; t < tokens; ++t) ++ends[size_t(id(t))];
   int64_t end = 0;
   for (int64_t& e : ends) e = end += e;
-  for (int64_t t = tokens - 1; t >= 0; --t)
-    places[size_t(--ends[size_t(id[t * step])])] = {int64_t(id[t * step]), t};
+  for (int64_t t = tokens - 1; t >= 0; --t) places[size_t(--ends[size_t(id(t))])] = {id(t), t};
   return places;
 }
 
@@ -139,10 +137,8 @@ void embedding(View ids, View table, View y) {
 
 void embedding_backward(View dy, View ids, int64_t padding_idx, bool zeroed, View dtable) {
   if (dtable.sizes[1] == 0) return;
-  with_id_type(ids.dtype, [&]<class Id>(Id*) {
-    const auto places = by_row<Id>(ids, dtable.sizes[0]);
-    with_float_type(dtable.dtype, [&]<class T>(T*) { scatter<T>(places, dy, padding_idx, zeroed, dtable); });
-  });
+  const auto places = by_row(ids, dtable.sizes[0]);
+  with_float_type(dtable.dtype, [&]<class T>(T*) { scatter<T>(places, dy, padding_idx, zeroed, dtable); });
 }
 
 }  // namespace opsmith

@@ -19,10 +19,6 @@ struct Table {
   const float* scale;
   int64_t n, pitch, scale_step;
 
-  Table(const View& table, const View& scales)
-      : rows(table.as<int8_t>()), scale(scales.as<float>()), n(table.sizes[1]), pitch(table.strides[0]),
-        scale_step(scales.strides[0]) {}
-
   void ask(int64_t v) const {
     prefetch(scale + v * scale_step);
     for (int64_t b = 0; b < n; b += line) prefetch(rows + v * pitch + b);
@@ -74,15 +70,12 @@ void gather(const View& ids, const Table& table, int64_t ahead, const RowCache& 
 
 void quantized_embedding(View ids, View table, View scale, int64_t ahead, View next_ids,
                          const RowCache& cache, View y) {
-  const Table rows(table, scale);
+  const Table rows{table.as<int8_t>(), scale.as<float>(), table.sizes[1], table.strides[0], scale.strides[0]};
   with_id_type(ids.dtype, [&]<class Id>(Id*) {
     with_float_type(y.dtype, [&]<class T>(T*) { gather<Id, T>(ids, rows, ahead, cache, y); });
   });
   if (!next_ids.defined()) return;
-  with_id_type(next_ids.dtype, [&]<class Id>(Id*) {
-    const Id* id = next_ids.as<Id>();
-    for (int64_t t = 0; t < next_ids.sizes[0]; ++t) rows.ask(int64_t(id[t * next_ids.strides[0]]));
-  });
+  for (int64_t t = 0; t < next_ids.sizes[0]; ++t) rows.ask(integer_at(next_ids, t * next_ids.strides[0]));
 }
 
 }  // namespace opsmith

@@ -22,23 +22,15 @@ def cost_qk(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, **options: Any) -> C
     return _cost_of((q, k), cos, **options)
 
 
-def _cost_of(
-    operands: tuple[Tensor, ...],
-    cos: Tensor,
-    *,
-    interleaved: bool = False,
-    positions: Tensor | None = None,
-    rotary_dim: int | None = None,
-) -> Cost:
+def _cost_of(operands: tuple[Tensor, ...], cos: Tensor, **options: Any) -> Cost:
     first = operands[0]
     tokens = first.shape[0 if first.dim() == 3 else 2]
     rows = min(tokens, cos.shape[-2]) * (cos.shape[0] if cos.dim() == 3 else 1)
     table = 2 * rows * cos.shape[-1] * cos.element_size()
-    dims = first.shape[-1] if rotary_dim is None else rotary_dim
+    dims = options.get("rotary_dim") or first.shape[-1]
     rotated = sum(t.numel() // t.shape[-1] * dims for t in operands if t.numel())
-    return Cost(
-        3.0 * rotated, 2 * sum(t.numel() * t.element_size() for t in operands) + table + nbytes(positions)
-    )
+    positions = nbytes(options.get("positions"))
+    return Cost(3.0 * rotated, 2 * sum(t.nbytes for t in operands) + table + positions)
 
 
 def samples(make: Make) -> Iterator[Sample]:

@@ -387,10 +387,8 @@ static std::vector<Result>* results_of(PyObject* all) {
     if (THPDtype_Check(dtype)) result.dtype = reinterpret_cast<THPDtype*>(dtype)->scalar_type;
     for (Py_ssize_t p = 0; p < PyTuple_GET_SIZE(pieces); ++p) {
       Piece piece;
-      long long at;
-      if (!PyArg_ParseTuple(PyTuple_GET_ITEM(pieces, p), "ipL", &piece.of, &piece.leading, &at))
+      if (!PyArg_ParseTuple(PyTuple_GET_ITEM(pieces, p), "ipL", &piece.of, &piece.leading, &piece.at))
         return nullptr;
-      piece.at = at;
       result.pieces.push_back(piece);
     }
     found->push_back(std::move(result));

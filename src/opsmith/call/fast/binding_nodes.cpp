@@ -378,10 +378,7 @@ class KernelRecorder final : public Recorder {
 
  private:
   bool differentiable(int input) const {
-    for (const Gradient& g : plan_.gradients) {
-      if (g.of == input) return true;
-    }
-    return false;
+    return std::ranges::count(plan_.gradients, input, &Gradient::of) != 0;
   }
 
   static c10::SmallVector<int64_t, 6> sizes_of(char shape, const c10::TensorImpl* x) {
@@ -421,19 +418,17 @@ extern "C" __attribute__((visibility("default"))) int opsmith_nodes_attach(
   };
   int first, second, of, instead;
   unsigned long long value;
-  const bool fits = read(
-                        arguments, "CCiiK",
-                        [&] {
-                          plan.types += char(second);
-                          plan.arguments.push_back({From(first), char(second), of, instead, value});
-                        },
-                        &first, &second, &of, &instead, &value) &&
-                    read(
-                        gradients, "ii", [&] { plan.gradients.push_back({first, second}); }, &first,
-                        &second) &&
-                    read(
-                        kept, "iC", [&] { plan.kept.push_back({first, char(second)}); }, &first, &second) &&
-                    read(required, "iK", [&] { plan.required.push_back({first, value}); }, &first, &value);
+  const auto argument = [&] {
+    plan.types += char(second);
+    plan.arguments.push_back({From(first), char(second), of, instead, value});
+  };
+  const auto gradient = [&] { plan.gradients.push_back({first, second}); };
+  const auto one_kept = [&] { plan.kept.push_back({first, char(second)}); };
+  const auto one_required = [&] { plan.required.push_back({first, value}); };
+  const bool fits = read(arguments, "CCiiK", argument, &first, &second, &of, &instead, &value) &&
+                    read(gradients, "ii", gradient, &first, &second) &&
+                    read(kept, "iC", one_kept, &first, &second) &&
+                    read(required, "iK", one_required, &first, &value);
   if (!fits) return 0;
   reinterpret_cast<Kernel*>(kernel)->recorder = new KernelRecorder(
       std::move(plan));  // as long as the process: graphs refer to it

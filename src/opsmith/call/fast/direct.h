@@ -63,7 +63,7 @@ struct Recorder {
 struct Piece {
   int of;
   int leading;
-  int64_t at;
+  long long at;  // as Python's numbers are read
 };
 
 // A result as the signature declares it: made where the argument `when` is there and `unless` is not; lying as the tensor `like`, or of these sizes and the dtype

@@ -40,19 +40,16 @@ def samples(make: Make) -> Iterator[Sample]:
     )
     rising = make(3, 5000) + torch.linspace(-40, 400, 5000, dtype=torch.float64).to(make(1)).expand(3, 5000)
     yield Sample("logits that rise", (rising, make.ids(3, high=5000)), {"reduction": "none"})
-    yield Sample("confident", _confident(make), {"reduction": "none"})
+    # Rows whose target stands far above the rest: a loss near zero.
+    level, chosen = make(5, 90), make.ids(5, high=90)
+    peaked = level.scatter_add(1, chosen[:, None], torch.full((5, 1), 12.0).to(level))
+    yield Sample("confident", (peaked, chosen), {"reduction": "none"})
     yield Sample("float32 loss", (x, target), {"dtype": torch.float32})
     yield Sample("int32 targets", (make(8, 65), make.ids(8, high=65).int()))
     yield Sample("vector", (make(19), make.ids(high=19)))
     yield Sample("strided", (make(60, 12).t(), make.ids(12, high=60)))
     yield Sample("sliced rows, strided targets", (make(8, 200)[:, 20:84], make.ids(8, 3, high=64)[:, 1]))
     yield Sample("empty", (make(0, 16), make.ids(0, high=16)), {"reduction": "sum"})
-
-
-def _confident(make: Make) -> tuple[Tensor, Tensor]:
-    """Rows whose target stands far above the rest: a loss near zero."""
-    x, target = make(5, 90), make.ids(5, high=90)
-    return x.scatter_add(1, target[:, None], torch.full((5, 1), 12.0).to(x)), target
 
 
 def workloads(make: Make) -> Iterator[Sample]:

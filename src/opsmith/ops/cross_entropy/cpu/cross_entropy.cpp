@@ -62,7 +62,6 @@ void forward(const View& logits, const std::vector<int64_t>& targets, const Loss
     for (int64_t r = begin; r < end; ++r) {
       const int64_t target = targets[size_t(r)];
       if (target == o.ignore_index) {
-        losses[r] = 0;
         stats.keep(r, 0, 0);
         continue;
       }

@@ -252,7 +252,9 @@ def finished(folder: Path) -> set[str]:
 def _run_ninja(folder: Path, watch: Watch) -> tuple[int, str]:
     # English messages, because errors are searched for; temporary files where they are cleaned up.
     environment = {**os.environ, "NINJA_STATUS": "[%f/%t] ", "LC_ALL": "C", "TMPDIR": str(folder)}
-    command = [_ninja(), "-C", str(folder), "-j", str(_jobs())]
+    most = os.environ.get("MAX_JOBS", "")
+    jobs = int(most) if most.isdigit() and int(most) > 0 else len(os.sched_getaffinity(0))
+    command = [_ninja(), "-C", str(folder), "-j", str(jobs)]
     output: list[str] = []
     with Popen(command, env=environment, stdout=PIPE, stderr=STDOUT, text=True, errors="replace") as process:
         assert process.stdout is not None
@@ -282,13 +284,6 @@ def _ninja() -> str:
             "opsmith: ninja is missing, and it runs the compiler; install it with: pip install ninja"
         )
     return found
-
-
-def _jobs() -> int:
-    chosen = os.environ.get("MAX_JOBS", "")
-    if chosen.isdigit() and int(chosen) > 0:
-        return int(chosen)
-    return len(os.sched_getaffinity(0))
 
 
 def _explain(output: str) -> BuildError:

@@ -349,8 +349,8 @@ def test_a_planted_fault_is_found(name: str, fault: Callable[..., Any]) -> None:
     card = registry()[name]
     implementation = Implementation("planted", fault(card.eager))
     broken = replace(card, implementations=[implementation, Implementation("eager", card.eager)])
-    findings = [f for f in verify(broken, [torch.float32]) if f.implementation == "planted"]
-    assert any(not f.ok for f in findings)
+    findings = verify(broken, [torch.float32])  # one by one, and only as far as the first that tells
+    assert any(f.implementation == "planted" and not f.ok for f in findings)
 
 
 @by_name(DIFFERENTIABLE)

@@ -34,6 +34,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     deepseek("V3").save_pretrained(place / "whole")
     config = llama().config
     config.intermediate_size += 1
+    config.num_hidden_layers = 1  # all layers of a model are as uneven
     transformers.LlamaForCausalLM(config).save_pretrained(place / "odd")
     return place
 

@@ -130,9 +130,12 @@ def _check_starts(name: str, starts: Tensor, length: int) -> None:
         raise ValueError(f"{_OP}: {name} must start at 0, got {values[0]}")
     if values[-1] != length:
         raise ValueError(f"{_OP}: {name} must end at {length}, the tokens there are, got {values[-1]}")
-    for i, (a, b) in enumerate(pairwise(values)):
-        if a > b:
-            raise ValueError(f"{_OP}: {name} must not decrease, got {a} before {b} at position {i}")
+    if sorted(values) != values:
+        first = next(i for i, (a, b) in enumerate(pairwise(values)) if a > b)
+        raise ValueError(
+            f"{_OP}: {name} must not decrease, got {values[first]} before {values[first + 1]} "
+            f"at position {first}"
+        )
 
 
 def _cost(

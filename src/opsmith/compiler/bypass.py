@@ -33,9 +33,8 @@ class Way:
     found: Sequence[int] = field(compare=False)  # which objects these are
     given: Mapping[int, tuple[int, tuple[int, ...]]]  # by input: which argument it is, and its strides
     kind: type  # of the result
-    parts: Mapping[
-        str, tuple[bool, int]
-    ]  # of it: whether the graph made it or the call gave it, and which it is
+    # Of the result, whether the graph made it or the call gave it, and which of theirs it is.
+    parts: Mapping[str, tuple[bool, int]]
 
     def call(self, values: Sequence[Any]) -> Any:
         """The call's result; None where something is not as it was."""

@@ -49,7 +49,7 @@ def _describe(card: Operator, implementation: Implementation) -> dict[str, Any]:
         "device": implementation.device,
         "available": bool(dtypes),
         "dtypes": dtypes,
-        "reason": None if dtypes else next(iter(answers.values()), ""),
+        "reason": None if dtypes else next(map(str, answers.values()), ""),
     }
 
 

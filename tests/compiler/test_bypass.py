@@ -63,11 +63,10 @@ def _pair(quantize: str | None = None, **attributes: Any) -> Pair:
     config = LlamaConfig(**TINY | {"eos_token_id": None, "num_hidden_layers": 1, "tie_word_embeddings": True})
     eager = seeded(lambda: Scaled(config))
     with torch.no_grad():
+        # The largest logit is larger than the next one by more than what rounding changes.
         for weight in eager.parameters():
             if weight.dim() > 1:
-                weight.mul_(
-                    6
-                )  # the largest logit is larger than the next one by more than what rounding changes
+                weight.mul_(6)
     for name, value in attributes.items():
         setattr(eager, name, value)
     fast = copy.deepcopy(eager)

@@ -82,15 +82,11 @@ def float32(profile: Profile, phase: Phase, roofs: Roofs) -> Iterator[Said]:
     """Products in float32 on a machine whose bfloat16 is faster."""
     wide, narrow = roofs.compute("float32"), roofs.compute("bfloat16")
     rows = [r for r in phase.rows if r.kind in (MATMUL, ATTENTION) and r.dtype == "float32" and r.known]
-    if not rows or wide is None or narrow is None:
+    if not rows or wide is None or narrow is None or narrow / wide < FASTER:
         return
     ratio = narrow / wide
-    if ratio < FASTER:
-        return
-    gain = 0.0
-    for row in rows:
-        share = 1 - 1 / ratio if row.bound == "compute" else 0.5 if row.bound == "memory" else 0.0
-        gain += min(row.seconds * share, row.seconds - row.flops / narrow)
+    shares = {"compute": 1 - 1 / ratio, "memory": 0.5}
+    gain = sum(min(r.seconds * shares.get(r.bound, 0.0), r.seconds - r.flops / narrow) for r in rows)
     yield (
         f"products run in float32, and bfloat16 is {ratio:.1f} times as fast here",
         f"{_took(Bill((), rows))} in float32; measured {wide / 1e9:.0f} against {narrow / 1e9:.0f} GFLOP/s",

@@ -176,10 +176,13 @@ class Weights:
         if node.target not in _MAKING or node.kwargs or len(args) != 2:
             return None
         value, other = args
-        weight = self._known.get(value.data_ptr()) if isinstance(value, Tensor) else None
-        if weight is None or not _same(weight, value):
+        if not isinstance(value, Tensor) or not isinstance(other, torch.dtype | int | float):
             return None
-        if not isinstance(other, torch.dtype | int | float) or (node.target is _ADD and weight.dim() != 1):
+        weight = self._known.get(value.data_ptr())
+        # At one address may stand another view of it.
+        if weight is None or (weight.dtype, weight.shape) != (value.dtype, value.shape):
+            return None
+        if weight.stride() != value.stride() or (node.target is _ADD and weight.dim() != 1):
             return None
         key = (weight.data_ptr(), other)
         if key not in self._made:
@@ -191,8 +194,3 @@ class Weights:
 def rows_of(call: Mapping[str, Any]) -> int:
     x: Tensor = call["x"]
     return x.numel() // max(x.shape[-1], 1)
-
-
-def _same(weight: Tensor, value: Tensor) -> bool:
-    """True for what stands at one address and is no other view of it."""
-    return (weight.dtype, weight.shape, weight.stride()) == (value.dtype, value.shape, value.stride())

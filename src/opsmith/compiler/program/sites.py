@@ -72,10 +72,8 @@ class GraphReport:
         self.sites.clear()
         self.misses.clear()
         self.left, self.fault = why, True
-        done = "studied" if self.nodes else "captured"
-        warnings.warn(
-            f"opsmith: {self.what} runs as it was, since it could not be {done}: {why}", stacklevel=2
-        )
+        what = f"{self.what} runs as it was, since it could not be {'studied' if self.nodes else 'captured'}"
+        warnings.warn(f"opsmith: {what}: {why}", stacklevel=2)
 
 
 @dataclass

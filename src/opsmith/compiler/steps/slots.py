@@ -43,21 +43,18 @@ class Slots:
         for order, node in enumerate(nodes):
             if node not in last:
                 continue
-            taken: list[int] = []
             for t in candidates[node]:
                 need = t.untyped_storage().nbytes()
-                ended = [i for i, end in enumerate(until) if end < order and i not in taken]
-                free = [i for i in ended if self.devices[i] == t.device]
+                free = [i for i, end in enumerate(until) if end < order and self.devices[i] == t.device]
                 slot = min(free, key=lambda i: (abs(self.sizes[i] - need), i), default=len(self.sizes))
                 if slot == len(self.sizes):
                     self.sizes.append(0)
                     until.append(-1)
                     self.devices.append(t.device)
                 self.sizes[slot] = max(self.sizes[slot], need)
-                until[slot] = last[node]
-                taken.append(slot)
+                until[slot] = last[node]  # which ends no earlier than here
                 self._of[memory(t)] = slot
-            first[node] = taken[0]
+                first.setdefault(node, slot)
         self.sizes = [-(-s // 64) * 64 for s in self.sizes]
         return first
 

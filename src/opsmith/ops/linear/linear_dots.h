@@ -2,7 +2,8 @@
 //
 // A sum is a vector of partial sums over K, added up at its end. One or two rows of x, where the nearest cache has room for them,
 // meet one row of the weight after the other, as memory gives most without being asked; for more, a step takes a vector of K of a few
-// rows, so that what it loads of x serves all of them, and asks for what follows these rows, in its order.
+// rows, so that what it loads of x serves all of them, and asks for what follows these rows, in its order. With AVX2 a step's rows lie
+// apart where its arithmetic is little: AMD's processors without AVX-512 get most of several streams that nobody asks for.
 #pragma once
 
 #include "gemm_tile.h"
@@ -75,18 +76,29 @@ void panel(int64_t rows, const T* weight, int64_t stride, int64_t columns, const
   if constexpr (M > 1) {
     if (rows < M) return panel<M - 1>(rows, weight, stride, columns, x, x_stride, k, asked, sums);
   }
+  constexpr std::integral_constant<int, kTogether> together;
   int64_t n = 0;
-  const auto by = [&](auto together, auto how) {
-    constexpr int N = together();
+  const auto by = [&](auto rows, auto how) {
+    constexpr int N = rows();
     for (; n + N <= columns; n += N, weight += N * stride)
       dots<N, M, how()>(weight, stride, x, x_stride, k, sums + n);
   };
-  constexpr std::integral_constant<int, kTogether> some;
   constexpr std::integral_constant<Asked, Asked::no> no;
-  if (asked == Asked::no || (M <= 2 && M * k * int64_t(sizeof(T)) > kNearest)) by(some, no);
-  if constexpr (M > 2) {
-    if (asked == Asked::once) by(some, std::integral_constant<Asked, Asked::once>{});
-    if (asked == Asked::again) by(some, std::integral_constant<Asked, Asked::again>{});
+  if constexpr (W == 8 && M * 4 / int(sizeof(T)) <= 4) {
+    constexpr int N = M <= 2 ? 4 : 2;
+    const int64_t apart = columns / N;
+    for (float some[M * kLinearPanel]; n < apart; ++n, weight += stride) {
+      dots<N, M, no()>(weight, apart * stride, x, x_stride, k, some);
+      for (int i = 0; i < M * N; ++i)
+        sums[i / N * kLinearPanel + i % N * apart + n] = some[i / N * kLinearPanel + i % N];
+    }
+    n *= N, weight += (N - 1) * apart * stride;
+  } else {
+    if (asked == Asked::no || (M <= 2 && M * k * int64_t(sizeof(T)) > kNearest)) by(together, no);
+    if constexpr (M > 2) {
+      if (asked == Asked::once) by(together, std::integral_constant<Asked, Asked::once>{});
+      if (asked == Asked::again) by(together, std::integral_constant<Asked, Asked::again>{});
+    }
   }
   by(std::integral_constant<int, 1>{}, no);
 }

@@ -52,7 +52,7 @@ class Slots:
                     until.append(-1)
                     self.devices.append(t.device)
                 self.sizes[slot] = max(self.sizes[slot], need)
-                until[slot] = last[node]  # which ends no earlier than here
+                until[slot] = last[node]  # no earlier than here: not free for the node's next result
                 self._of[memory(t)] = slot
                 first.setdefault(node, slot)
         self.sizes = [-(-s // 64) * 64 for s in self.sizes]

@@ -76,28 +76,29 @@ void panel(int64_t rows, const T* weight, int64_t stride, int64_t columns, const
   if constexpr (M > 1) {
     if (rows < M) return panel<M - 1>(rows, weight, stride, columns, x, x_stride, k, asked, sums);
   }
-  constexpr std::integral_constant<int, kTogether> together;
   int64_t n = 0;
-  const auto by = [&](auto rows, auto how) {
-    constexpr int N = rows();
+  const auto by = [&](auto together, auto how) {
+    constexpr int N = together();
     for (; n + N <= columns; n += N, weight += N * stride)
       dots<N, M, how()>(weight, stride, x, x_stride, k, sums + n);
   };
+  constexpr std::integral_constant<int, kTogether> some;
   constexpr std::integral_constant<Asked, Asked::no> no;
   if constexpr (W == 8 && M * 4 / int(sizeof(T)) <= 4) {
     constexpr int N = M <= 2 ? 4 : 2;
     const int64_t apart = columns / N;
-    for (float some[M * kLinearPanel]; n < apart; ++n, weight += stride) {
-      dots<N, M, no()>(weight, apart * stride, x, x_stride, k, some);
+    float found[M * kLinearPanel];
+    for (; n < apart; ++n, weight += stride) {
+      dots<N, M, no()>(weight, apart * stride, x, x_stride, k, found);
       for (int i = 0; i < M * N; ++i)
-        sums[i / N * kLinearPanel + i % N * apart + n] = some[i / N * kLinearPanel + i % N];
+        sums[i / N * kLinearPanel + i % N * apart + n] = found[i / N * kLinearPanel + i % N];
     }
     n *= N, weight += (N - 1) * apart * stride;
   } else {
-    if (asked == Asked::no || (M <= 2 && M * k * int64_t(sizeof(T)) > kNearest)) by(together, no);
+    if (asked == Asked::no || (M <= 2 && M * k * int64_t(sizeof(T)) > kNearest)) by(some, no);
     if constexpr (M > 2) {
-      if (asked == Asked::once) by(together, std::integral_constant<Asked, Asked::once>{});
-      if (asked == Asked::again) by(together, std::integral_constant<Asked, Asked::again>{});
+      if (asked == Asked::once) by(some, std::integral_constant<Asked, Asked::once>{});
+      if (asked == Asked::again) by(some, std::integral_constant<Asked, Asked::again>{});
     }
   }
   by(std::integral_constant<int, 1>{}, no);

@@ -56,7 +56,7 @@ def ranks(*arguments: str, second: dict[str, str]) -> list[dict[str, Any]]:
         for rank, environment in enumerate(({}, second))
     ]
     try:
-        said = [process.communicate(timeout=300)[0] for process in started]
+        said = [process.communicate(timeout=900)[0] for process in started]
     finally:
         for process in started:
             process.kill()

@@ -16,9 +16,9 @@ using Four = IVec;  // of x
 constexpr int kTaken = 0;  // what `bytes_of` takes from each byte
 constexpr bool kDotsOfBytes = W == 16;  // in one instruction, of as many as a vector of 64 holds
 
-inline Bytes bytes_of(IVec v) { return v; }
+inline Bytes bytes_of(IVec v, int = 0) { return v; }
 inline Four four_of(IVec v) { return v; }
-inline IVec dot4(IVec sum, Bytes w, Four x) {
+inline IVec dot(IVec sum, Bytes w, Four x) {
 #if defined(OPSMITH_AVX512)
   return (IVec)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)w, (__m512i)x);
 #else
@@ -37,29 +37,22 @@ using Four = int8x16_t;
 constexpr int kTaken = 128;
 constexpr bool kDotsOfBytes = false;
 
-inline Bytes bytes_of(IVec v) { return (Bytes)(v ^ int32_t(0x80808080)); }
+inline Bytes bytes_of(IVec v, int = 0) { return (Bytes)(v ^ int32_t(0x80808080)); }
 inline Four four_of(IVec v) { return (Four)v; }
-inline IVec dot4(IVec sum, Bytes w, Four x) { return (IVec)vdotq_s32((int32x4_t)sum, w, x); }
+inline IVec dot(IVec sum, Bytes w, Four x) { return (IVec)vdotq_s32((int32x4_t)sum, w, x); }
 inline void load_once(Four&) {}
 
 #else
 
-struct Bytes {  // in the halves of a lane
-  IVec even, odd;
-};
-struct Four {
-  IVec even, odd;
-};
+// Two of the four numbers of a lane, in its halves: the even ones or the odd ones.
+using Bytes = IVec;
+using Four = IVec;
 using Digit = int16_t;
 constexpr int kTaken = 0;
 constexpr bool kDotsOfBytes = false;
 
 typedef int16_t Shorts __attribute__((vector_size(4 * W)));
 typedef uint16_t UnsignedShorts __attribute__((vector_size(4 * W)));
-template <int bits>
-inline IVec shift_halves(IVec v) {
-  return (IVec)((UnsignedShorts)v >> bits);
-}
 inline IVec multiply_pairs(IVec a, IVec b) {
 #if defined(OPSMITH_AVX512)
   return (IVec)_mm512_madd_epi16((__m512i)a, (__m512i)b);
@@ -75,35 +68,33 @@ inline IVec multiply_pairs(IVec a, IVec b) {
 #endif
 }
 
-inline Bytes bytes_of(IVec v) { return {v & 0x00ff00ff, shift_halves<8>(v)}; }
-inline Bytes low_nibbles(IVec v) { return {v & 0x000f000f, shift_halves<8>(v) & 0x000f000f}; }
-inline Bytes high_nibbles(IVec v) { return {shift_halves<4>(v) & 0x000f000f, shift_halves<12>(v)}; }
-inline IVec dot4(IVec sum, Bytes w, Four x) {
-  sum = sum + multiply_pairs(w.even, x.even) + multiply_pairs(w.odd, x.odd);
+inline Bytes bytes_of(IVec v, int odd) { return odd ? (IVec)((UnsignedShorts)v >> 8) : v & 0x00ff00ff; }
+inline Four four_of(IVec v) { return v; }
+inline Bytes nibbles_of(IVec v, int high, int odd) {
+  const IVec shifted = (IVec)((UnsignedShorts)v >> (8 * odd + 4 * high));
+  return high && odd ? shifted : shifted & 0x000f000f;
+}
+inline IVec dot(IVec sum, Bytes w, Four x) {
+  sum = sum + multiply_pairs(w, x);
 #if defined(OPSMITH_AVX2)
   asm volatile("" : "+x"(sum));  // one after the other: all products first are more than 16 registers hold
 #endif
   return sum;
 }
-// Of four digits that lie as store_fours leaves them.
-inline Four broadcast_four(const Digit* p) {
-  int32_t even, odd;
-  std::memcpy(&even, p, 4);
-  std::memcpy(&odd, p + 2, 4);
-  return {even - IVec{}, odd - IVec{}};
-}
 #endif
 
 #if defined(OPSMITH_BYTE_DIGITS)
 using Digit = int8_t;
-inline Bytes low_nibbles(IVec v) { return four_of(v & 0x0f0f0f0f); }
-inline Bytes high_nibbles(IVec v) { return four_of((v >> 4) & 0x0f0f0f0f); }
+inline Bytes nibbles_of(IVec v, int high, int) { return four_of((v >> 4 * high) & 0x0f0f0f0f); }
+#endif
+
+constexpr int kTakes = 4 / sizeof(Digit);  // numbers of a lane that an instruction multiplies
+// Of the digits that lie as store_fours leaves them.
 inline Four broadcast_four(const Digit* p) {
   int32_t four;
   std::memcpy(&four, p, 4);
   return four_of(four - IVec{});
 }
-#endif
 
 // Floats of four bits (e2m1), one in each byte, as bytes that hold twice the number, and 128 more.
 inline IVec double_floats(IVec v) {

@@ -110,8 +110,6 @@ struct Steps {
   }
 };
 
-inline Bytes small_floats(IVec word) { return bytes_of(double_floats(word & 0x0f0f0f0f)); }
-
 constexpr int32_t kMiddle = 16;  // of the five bits that are kept in a byte
 
 struct Tile {
@@ -179,14 +177,21 @@ __attribute__((noinline)) void multiply(const Tile& t) {
         }
       }
     }
-    auto add = [&](const Bytes(&column)[NV]) __attribute__((always_inline)) {
+    // Of each four of the rows as many as an instruction takes.
+    auto add = [&](auto numbers) __attribute__((always_inline)) {
+#pragma GCC unroll 2
+      for (int part = 0; part < 4 / kTakes; ++part) {
+        Bytes column[NV];
+#pragma GCC unroll 4
+        for (int n = 0; n < NV; ++n) column[n] = numbers(n, part);
 #pragma GCC unroll 12
-      for (int r = 0; r < R; ++r) {
+        for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 4
-        for (int d = 0; d < D; ++d) {
-          const Four four = broadcast_four(x + 4 * (r * D + d));
+          for (int d = 0; d < D; ++d) {
+            const Four four = broadcast_four(x + 4 * (r * D + d) + kTakes * part);
 #pragma GCC unroll 4
-          for (int n = 0; n < NV; ++n) sum[r][d][n] = dot4(sum[r][d][n], column[n], four);
+            for (int n = 0; n < NV; ++n) sum[r][d][n] = dot(sum[r][d][n], column[n], four);
+          }
         }
       }
       x += 4 * R * D;
@@ -194,7 +199,6 @@ __attribute__((noinline)) void multiply(const Tile& t) {
     const int64_t until = std::min(k + t.block, t.depth);
     for (; k < until; k += nibbles ? 8 : 4, w += t.pitch, ahead += 4 * W * NV) {
       IVec word[NV];
-      Bytes column[NV];
 #pragma GCC unroll 4
       for (int n = 0; n < NV; ++n) {
         if (n * 4 * W % 64 == 0) {
@@ -208,16 +212,19 @@ __attribute__((noinline)) void multiply(const Tile& t) {
         word[n] = load_words(w + n * 4 * W);
       }
       if constexpr (nibbles) {
+#pragma GCC unroll 2
+        for (int high = 0; high < 2; ++high) {
+          if (t.floats) {
+            IVec bytes[NV];
 #pragma GCC unroll 4
-        for (int n = 0; n < NV; ++n) column[n] = t.floats ? small_floats(word[n]) : low_nibbles(word[n]);
-        add(column);
-#pragma GCC unroll 4
-        for (int n = 0; n < NV; ++n)
-          column[n] = t.floats ? small_floats(word[n] >> 4) : high_nibbles(word[n]);
-        add(column);
+            for (int n = 0; n < NV; ++n) bytes[n] = double_floats((word[n] >> 4 * high) & 0x0f0f0f0f);
+            add([&](int n, int part) { return bytes_of(bytes[n], part); });
+          } else {
+            add([&](int n, int part) { return nibbles_of(word[n], high, part); });
+          }
+        }
       } else {
-        for (int n = 0; n < NV; ++n) column[n] = bytes_of(word[n]);
-        add(column);
+        add([&](int n, int part) { return bytes_of(word[n], part); });
       }
     }
     steps.expect();

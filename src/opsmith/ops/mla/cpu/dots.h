@@ -168,7 +168,7 @@ struct Dots<int8_t, int8_t> {
     load_once(v);
     return v;
   }
-  static IVec mac(Four x, Bytes w, IVec sum) { return dot4(sum, w, x); }
+  static IVec mac(Four x, Bytes w, IVec sum) { return dot(sum, w, x); }
 #else
   using X = int16_t;
   static constexpr int64_t step = 2 * W;

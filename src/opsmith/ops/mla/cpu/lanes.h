@@ -14,7 +14,7 @@ struct WordProduct<int8_t, int8_t> {
   static constexpr int64_t chain = int64_t{1} << 40;  // exact
   using Sum = IVec;
   static IVec lanes(IVec x) { return x ^ int32_t(0x80808080); }  // unsigned: plus 128,
-  static Sum mac(IVec x, IVec w, Sum sum) { return dot4(sum, bytes_of(x), four_of(w)); }
+  static Sum mac(IVec x, IVec w, Sum sum) { return dot(sum, bytes_of(x), four_of(w)); }
 
   // of which 128 times the sum of a row is taken again: summed a line of each row at a time.
   template <int R>
@@ -23,7 +23,7 @@ struct WordProduct<int8_t, int8_t> {
     void add(const int8_t* w, int64_t w_stride) {
       const Bytes ones = bytes_of(0x01010101 - IVec{});
 #pragma GCC unroll 12
-      for (int r = 0; r < R; ++r) sum[r] = dot4(sum[r], ones, four_of(load_words(w + r * w_stride)));
+      for (int r = 0; r < R; ++r) sum[r] = dot(sum[r], ones, four_of(load_words(w + r * w_stride)));
     }
     void add_some(const int8_t* w, int64_t w_stride, int64_t count) {
       for (int r = 0; r < R; ++r) {

@@ -1,6 +1,6 @@
-// Dot products of weights of a byte with whole numbers in digits: four unsigned bytes of each lane times four digits, added to
-// 32-bit sums. Exact in every tier. VNNI and ARM's dotprod have one instruction for digits of 8 bits. The others multiply even and
-// odd bytes as 16-bit numbers, for AVX2's own instruction for bytes saturates, so that their digits have 16 bits: half as many.
+// Dot products of weights of a byte with whole numbers in digits: unsigned bytes of each lane times as many digits, added to
+// 32-bit sums. Exact in every tier. VNNI and ARM's dotprod multiply all four of a lane by digits of 8 bits. The others multiply
+// the even or the odd two as 16-bit numbers, for AVX2's own instruction for bytes saturates: digits have 16 bits, half as many.
 #pragma once
 
 #include "nearest.h"

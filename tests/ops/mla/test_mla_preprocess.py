@@ -9,7 +9,9 @@ import pytest
 import torch
 from benchmarks.mla_rungs import thirteen_in_pytorch
 from tests.ops.mla.sizes import Sizes, as_specified, double, hold, row_of, spelled_out
+from torch._dynamo.testing import AotEagerAndRecordGraphs
 
+from opsmith.call.dispatch import native
 from opsmith.operator import Make, registry
 from opsmith.ops import MLACache, MLAWeights, mla_preprocess, mla_q_epilogue
 
@@ -324,19 +326,33 @@ def test_sizes_of_nothing_are_refused() -> None:
             mla_q_epilogue(q, wuk, None, None)
 
 
-@pytest.mark.parametrize("quant", [None, "per_token"])
-def test_it_is_compiled_as_one_graph(quant: str | None) -> None:
+@pytest.mark.parametrize(
+    ("quant", "mode"),
+    [(None, "joint"), (None, "split"), ("per_token", "tiled"), ("weight_int4", "int8_tiled")],
+)
+def test_it_is_compiled_as_one_graph_of_one_kernel(quant: str | None, mode: str) -> None:
     sizes = Sizes()
     w = sizes.weights() if quant is None else sizes.weights().quantize(quant)
     x, cos, sin = sizes.inputs()
-    caches = [sizes.cache(), sizes.cache()]
+    caches = [sizes.cache(mode), sizes.cache(mode)]
     slots = sizes.slots(caches[0])
 
-    def run(x: torch.Tensor, cache: MLACache) -> Any:
-        return mla_preprocess(x, w, cos, sin, slots, cache)
+    def run(slots: torch.Tensor, cache: MLACache) -> Any:
+        return mla_preprocess(x, w, cos, sin, slots, cache, return_latent_q=True, **scales_for(mode))
 
+    backend = AotEagerAndRecordGraphs()
+    compiled = torch.compile(run, backend=backend, fullgraph=True)
     with torch.no_grad():
-        expected = run(x, caches[0])
-        got = torch.compile(run, backend="aot_eager", fullgraph=True)(x, caches[1])
-    for a, b in zip((*got, caches[1].rope), (*expected, caches[0].rope), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)
+        expected, got = run(slots, caches[0]), compiled(slots, caches[1])
+    found = [
+        (*result, cache.latent, cache.rope) for result, cache in zip((got, expected), caches, strict=True)
+    ]
+    for a, b in zip(*found, strict=True):
+        assert a is b is None or torch.equal(a, b)
+    if native(x, "mla_preprocess") is True:
+        (graph,) = backend.graphs
+        kernels = [node.target for node in graph.graph.nodes if "opsmith" in str(node.target)]
+        assert kernels == [torch.ops.opsmith.mla_preprocess.default]
+        with torch.no_grad(), pytest.raises(RuntimeError, match="slot"):  # the kernel looks at slots itself
+            compiled(slots + 1000, caches[1])
+        assert torch.equal(caches[1].latent, caches[0].latent)

@@ -136,7 +136,7 @@ def compute(c: Call) -> Result:
     """By the kernel, where it takes this call and no gradients are recorded."""
     # The kernel looks at all slots before it writes, so that a look from here would only cost time.
     looks = c.x.is_cpu and DEVICE != "cpu"
-    by_kernel = not compiling() and supports(c) is True and not needs_grad(*c.tensors)
+    by_kernel = supports(c) is True and not needs_grad(*c.tensors)
     held = c.slots, c.cache.blocks, c.cache.block_size
     if not (by_kernel and looks):
         check_slots(_OP, *held)

@@ -12,13 +12,13 @@ from tests.gemma import gemma, gemma_folder  # noqa: F401
 TEXT = (Path(__file__).parents[1] / "LICENSE").read_text()[:1800]
 
 
-class Half:
-    """A model in bfloat16 beside one that is packed in turns: both on the same weights."""
+class Beside:
+    """A model beside one that is packed in turns: both on the same weights."""
 
     def __init__(self, model: Any, tokenizer: Any) -> None:
         import copy
 
-        self.original, self.tokenizer = model.bfloat16(), tokenizer
+        self.original, self.tokenizer = model, tokenizer
         self.packed = copy.deepcopy(model, {id(t): t for t in (*model.parameters(), *model.buffers())})
 
     def take(self, **fields: Any) -> opsmith.Evaluation:
@@ -32,8 +32,8 @@ class Half:
 
 
 def test_eight_bits_keep_the_quality_and_four_lose_some(gemma: tuple[Any, Any]) -> None:  # noqa: F811
-    half = Half(*gemma)
-    eight, four = half.take(quantize="int8"), half.take(quantize="int4")
+    model = Beside(*gemma)
+    eight, four = model.take(quantize="int8"), model.take(quantize="int4")
     assert eight.predictions > 300
     assert eight.perplexity < 20  # without what every text begins with it is three times as high
     assert eight.ratio is not None

@@ -270,7 +270,10 @@ _MADE["llm-llama"] = lambda: llm("bench-llm-llama-1b-2026-11-30-amd-epyc-family-
 _MADE["llm-llama-batches"] = lambda: llm("bench-llm-llama-1b-batches-2026-11-30-amd-epyc-family-26")
 _MADE["llm-avx2"] = lambda: llm("bench-llm-gemma-2026-12-01-amd-epyc-family-25-model-1")
 _MADE["llm-llama-avx2"] = lambda: llm(
-    *(f"bench-llm-llama-1b-{bits}-2026-12-01-amd-epyc-family-25-model-1" for bits in ("q8_0", "q4_0"))
+    *(
+        f"bench-llm-llama-1b-{bits}-2026-12-01-amd-epyc-family-25-model-1"
+        for bits in ("q8_0", "q4_0", "q4_0-bf16")
+    )
 )
 _MADE["llm-avx2-peer"] = lambda: llm("bench-llm-gemma-avx2-2026-11-30-amd-epyc-family-26")
 _MADE["llm-llama-avx2-peer"] = lambda: llm(

@@ -81,7 +81,7 @@ def work(folder: str, latent: str, whole: str, odd: str) -> dict[str, Any]:
     found["graphs"] = len(model.opsmith.graphs)
     opsmith.restore(model)
     found["restored"] = tokens(model)
-    found["learned"] = [learned(odd, ours) for ours in (False, True)]
+    found["learned"] = [learned(folder, ours) for ours in (False, True)]
     opsmith.optimize(model, quantize="int8", verify=False, config=opsmith.Config(tune=False))
     found["quantized"] = str(model.opsmith.report)
     in_eager = in_parts(folder)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -150,6 +153,36 @@ def test_gradients_are_as_exact_as_pytorchs(rows: int, k: int, n: int, activatio
     mine = _gradients(linear, x, w, b, dy=dy, activation=activation)
     for right, them, me in zip(exact, theirs, mine, strict=True):
         allowed = 2 * (them.double() - right).abs().max() + ulp(torch.float32, float(right.abs().max()))
+        assert (me.double() - right).abs().max() <= allowed
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("activation", [None, "gelu", "silu"])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_gradients_of_16_bits_are_our_kernels_where_pytorch_has_no_unit(
+    dtype: torch.dtype, activation: str | None, transposed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Modules, of which some share their name with a function.
+    package, onednn, training = (
+        importlib.import_module(f"opsmith.ops.linear{m}") for m in ("", ".onednn", ".training")
+    )
+    monkeypatch.setattr(package, "SLOW_DTYPES", {dtype})
+    monkeypatch.setattr(training, "our_product", partial(onednn.product, ours={dtype}))
+    x, b, dy = torch.randn(300, 257).to(dtype), torch.randn(390).to(dtype), torch.randn(300, 390).to(dtype)
+    w = (torch.randn(257, 390).t() if transposed else torch.randn(390, 257)).mul(0.06).to(dtype)
+    act = ACTIVATIONS.get(activation, lambda y: y)
+
+    def layer(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return act(torch.nn.functional.linear(x, w, b))
+
+    exact = _gradients(layer, x.double(), w.double(), b.double(), dy=dy.double())
+    with torch.profiler.profile() as seen:
+        mine = _gradients(linear, x, w, b, dy=dy, activation=activation)
+    assert not {"aten::mm", "aten::addmm"} & {e.key for e in seen.key_averages()}
+    theirs = _gradients(layer, x, w, b, dy=dy)
+    for right, them, me in zip(exact, theirs, mine, strict=True):
+        assert me.dtype == dtype
+        allowed = 1.5 * (them.double() - right).abs().max() + ulp(dtype, float(right.abs().max()))
         assert (me.double() - right).abs().max() <= allowed
 
 

@@ -19,7 +19,7 @@ from opsmith.kernels.triton import INTERPRETED
 from opsmith.ops.cross_entropy import REDUCTIONS
 from opsmith.ops.cross_entropy.ranks import STATE, Ranks
 from opsmith.ops.linear import supports_rows
-from opsmith.ops.linear.onednn import EMULATED_DTYPES, ONEDNN_DTYPES, mkl_leads
+from opsmith.ops.linear.onednn import EMULATED_DTYPES, ONEDNN_DTYPES, SLOW_DTYPES, mkl_leads, product
 
 _WORTH = 8  # one row of so many must be ignored to be worth a copy of the others
 # Of the bytes that all logits would take, the part that may exist at a time, whatever that is for: logits, sums of
@@ -136,9 +136,7 @@ class _Logits:
         if supports_rows(hidden, chunk.weight) is True:
             torch.ops.opsmith.linear_rows.default(hidden, chunk.weight, dense(chunk.bias), None, 0, y=out)
             return out
-        if chunk.bias is None:
-            return torch.mm(hidden, chunk.weight.t(), out=out)
-        return torch.addmm(chunk.bias, hidden, chunk.weight.t(), out=out)
+        return product(hidden, chunk.weight, chunk.bias, out)
 
     def _onednn(self, chunk: _Chunk, some: slice) -> Tensor:
         linear = torch.ops.mkldnn._linear_pointwise
@@ -151,8 +149,8 @@ class _Logits:
 
 
 def _emulated(hidden: Tensor) -> bool:
-    """Whether a product has float32 memory of its own beside the result."""
-    return hidden.is_cpu and hidden.dtype in EMULATED_DTYPES
+    """Whether a product has memory of its own beside the result."""
+    return hidden.is_cpu and hidden.dtype in EMULATED_DTYPES | SLOW_DTYPES
 
 
 def _onednn_multiplies(hidden: Tensor, classes: int) -> bool:
@@ -420,18 +418,17 @@ def _sum_over_rows(d: Tensor, logits: _Logits, out: Tensor) -> None:
     Libraries sum a few rows in one chain. PyTorch has the ignored ones in between, and so shorter chains of the
     others: they are cut here, where the result is small enough to be added to in cache.
     """
-    few = (
-        d.is_cpu and d.dtype == torch.float32 and logits.classes <= _ONEDNN_CHAIN and logits.rows <= _FEW_ROWS
-    )
+    exact = d.dtype == torch.float32
+    few = d.is_cpu and exact and logits.classes <= _ONEDNN_CHAIN and logits.rows <= _FEW_ROWS
     if logits.rows == 1:  # the library's product reads what it writes
         torch.mul(d.t(), logits.hidden, out=out)
         return
-    wide = logits.rows >= _ONEDNN_ROWS and d.dtype == torch.float32 and out.stride(1) == 1
+    wide = logits.rows >= _ONEDNN_ROWS and exact and out.stride(1) == 1
     if wide and native(d, "linear_gradient") is True:
         torch.ops.opsmith.linear_gradient.default(d, logits.hidden, few, dweight=out)
         return
     step = _SHORT if few else max(logits.rows, 1)
-    torch.mm(d[:step].t(), logits.hidden[:step], out=out)
+    product(d[:step].t(), logits.hidden[:step].t(), y=out)
     for first in range(step, logits.rows, step):
         out.addmm_(d[first : first + step].t(), logits.hidden[first : first + step])
 
@@ -463,7 +460,7 @@ def _add_product(total: Tensor | None, a: Tensor, b: Tensor, memory: Tensor, one
     if a.is_cuda:
         part = torch.mm(a, b, out_dtype=torch.float32)
         return part if total is None else total.add_(part)
-    torch.mm(a, b, out=memory)
+    product(a, b.t(), y=memory)
     if total is None:
         return memory.float()
     if INTERPRETED:

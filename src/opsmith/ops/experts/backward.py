@@ -5,10 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from opsmith.call.dispatch import native
-from opsmith.call.layouts import dense, dense_rows
 from opsmith.ops.experts.middle import middle_backward
-from opsmith.ops.linear.onednn import EMULATED_DTYPES, ONEDNN_DTYPES
+from opsmith.ops.linear.onednn import our_product
 
 
 def experts_backward(
@@ -48,14 +46,16 @@ def experts_backward(
         dfirst, dlast, dfirst_bias, dlast_bias = mine
         first, last, token = gate_up[expert], down[expert], some // each
         rows, seen, share = x[token], dy[token], shares[some]
-        between = _product(rows, first, None if gate_up_bias is None else gate_up_bias[expert])
-        through = _product(seen, last.t())  # the gradient of the hidden numbers, but for the token's weight
+        between = our_product(rows, first, None if gate_up_bias is None else gate_up_bias[expert])
+        through = our_product(
+            seen, last.t()
+        )  # the gradient of the hidden numbers, but for the token's weight
         acted, back = middle_backward(between, through, share, activation, limit, further)
         if slopes is not None:
             slope = (through.float() * acted.float()).sum(1)
             slopes[some] = slope if down_bias is None else slope + seen.float() @ down_bias[expert].float()
         if dlast is not None:
-            _product((seen * share).to(x.dtype).t(), acted.t(), y=dlast)
+            our_product((seen * share).to(x.dtype).t(), acted.t(), y=dlast)
         if dlast_bias is not None:
             dlast_bias.copy_((seen.float() * share).sum(0))
         if back is None:
@@ -64,20 +64,10 @@ def experts_backward(
             dfirst_bias.copy_(back.sum(0))
         back = back.to(x.dtype)
         if dfirst is not None:
-            _product(back.t(), rows.t(), y=dfirst)
+            our_product(back.t(), rows.t(), y=dfirst)
         if total is not None:
-            total.index_add_(0, token, _product(back, first.t()).float())
+            total.index_add_(0, token, our_product(back, first.t()).float())
     if dx is not None and total is not None:
         dx.copy_(total)
     if dweights is not None and slopes is not None:
         dweights.copy_(slopes.view(dweights.shape))
-
-
-def _product(x: Tensor, weight: Tensor, bias: Tensor | None = None, y: Tensor | None = None) -> Tensor:
-    """x [m, k] times a weight [n, k], into y: by our kernel but where PyTorch's has a unit, or a sum has one term."""
-    y = x.new_empty(len(x), len(weight)) if y is None else y
-    theirs = x.dtype in ONEDNN_DTYPES - EMULATED_DTYPES - {torch.float32} or x.shape[1] == 1
-    if x.is_cpu and not theirs and native(x, "linear_unpacked") is True:
-        torch.ops.opsmith.linear_unpacked.default(dense_rows(x), weight, dense(bias), None, 0, y=y)
-        return y
-    return torch.mm(x, weight.t(), out=y) if bias is None else torch.addmm(bias, x, weight.t(), out=y)

@@ -12,15 +12,15 @@ from torch import Tensor
 
 from opsmith.call import dispatch
 from opsmith.call.arguments import check_device, check_dtype, check_float, check_like, check_out
-from opsmith.call.dispatch import compiling, exporting, native, needs_grad
+from opsmith.call.dispatch import compiling, exporting, native, needs_grad, recorded
 from opsmith.call.fast import direct, nodes
 from opsmith.call.layouts import as_rows, in_huge_pages, nbytes
 from opsmith.call.run import Call, declare
 from opsmith.call.signature import Gradient, Input, Made, Number, Output, Saved, Signature, Slope
 from opsmith.kernels import libraries
 from opsmith.operator import Cost, Implementation, Kind, Make, Pattern, Sample, Supports
-from opsmith.ops.linear.onednn import mkl_leads, onednn, prepack, supports_onednn
-from opsmith.ops.linear.training import ROWS, with_gradients
+from opsmith.ops.linear.onednn import SLOW_DTYPES, mkl_leads, onednn, prepack, supports_onednn
+from opsmith.ops.linear.training import ROWS, LinearFunction
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
@@ -172,9 +172,9 @@ class _Linear(Call):
         products, exact = x.numel() * weight.shape[0], x.dtype == torch.float32
         if training:
             much = x.numel() > max(x.shape[-1], dispatch.limit) and (
-                code or products > dispatch.limit << _LEARNT
+                code or not exact or products > dispatch.limit << _LEARNT
             )
-            if not (exact and much) or mkl_leads():
+            if not much or (mkl_leads() if exact else x.dtype not in SLOW_DTYPES):
                 return None
             more = ["gelu_backward"] if _NAMES[code] in _GELUS else []
             return "training" if native(x, "linear_unpacked", "linear_gradient", *more) is True else None
@@ -211,7 +211,7 @@ class _Linear(Call):
         x, weight, bias, residual, code = values
         name = _NAMES[code]
         fused = residual if name is None else None
-        y = with_gradients(x, weight, bias, fused, code if name in _GELUS else 0)
+        y: Tensor = recorded(LinearFunction, x, weight, bias, fused, code if name in _GELUS else 0)
         if name is not None and name not in _GELUS:
             y = ACTIVATIONS[name](y)
         return y if residual is fused else y + residual

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from opsmith.call import dispatch
 from opsmith.call.arguments import short
-from opsmith.call.dispatch import carries_tangents, compiling
-from opsmith.call.layouts import dense
+from opsmith.call.dispatch import carries_tangents, compiling, native
+from opsmith.call.layouts import dense, dense_rows, is_dense
 from opsmith.kernels import isa
 
 # Activations in oneDNN's words: attribute and algorithm.
@@ -32,6 +35,25 @@ def _onednn_dtypes() -> frozenset[torch.dtype]:
 ONEDNN_DTYPES = _onednn_dtypes()
 # Of these, what the CPU has no instruction for, and oneDNN multiplies into float32 memory of its own.
 EMULATED_DTYPES = {torch.bfloat16} & ONEDNN_DTYPES if isa.supported()[-1] == "avx512" else frozenset()
+
+# What PyTorch has no unit for here: it takes ten to sixty times as long as in float32, as a weight lies.
+SLOW_DTYPES = frozenset({torch.bfloat16, torch.float16}) - ONEDNN_DTYPES
+
+
+def product(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, y: Tensor | None = None, ours: Any = SLOW_DTYPES
+) -> Tensor:
+    """x [m, k] times a weight [n, k], into y: in some dtypes by our kernel, where a sum has more than one term."""
+    y = x.new_empty(len(x), len(weight)) if y is None else y
+    takes = x.is_cpu and x.dtype in ours and x.shape[1] > 1 and y.numel() > 0 and is_dense(y)
+    if takes and native(x, "linear_unpacked") is True:
+        by = weight if 1 in weight.stride() else weight.contiguous()
+        torch.ops.opsmith.linear_unpacked.default(dense_rows(x), by, dense(bias), None, 0, y=y)
+        return y
+    return torch.mm(x, weight.t(), out=y) if bias is None else torch.addmm(bias, x, weight.t(), out=y)
+
+
+our_product = partial(product, ours={torch.float32, *SLOW_DTYPES, *EMULATED_DTYPES})
 
 
 _MKLS = torch.backends.mkl.is_available() and isa.is_intels()

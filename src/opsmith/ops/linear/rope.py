@@ -19,6 +19,7 @@ from opsmith.call.signature import Input, Number, Output, Signature
 from opsmith.kernels import libraries, triton
 from opsmith.operator import Cost, Implementation, Kind, Make, Sample, Supports
 from opsmith.ops.linear import check_weights, linear, pack_weight
+from opsmith.ops.linear.onednn import product
 from opsmith.ops.rope import SIGNATURE_QK, Rotation, definition_qk, rope_qk
 from opsmith.ops.rope.check import check_table, name_bad_position
 from opsmith.ops.rope.table import rope_table
@@ -201,9 +202,9 @@ class _LinearRope(Call):
         _ROTATION.native("opsmith", (*slopes[:2], *rotation, True), (q, k))
         v.copy_(slopes[2])
         rows = dy.flatten(0, -2)
-        found = {"x": dy @ weight} if "x" in wanted else {}
+        found = {"x": product(rows, weight.t()).view(x.shape)} if "x" in wanted else {}
         if "weight" in wanted:
-            found["weight"] = rows.t() @ x.flatten(0, -2)
+            found["weight"] = product(rows.t(), x.flatten(0, -2).t())
         if "bias" in wanted:
             found["bias"] = rows.sum(0)
         return found

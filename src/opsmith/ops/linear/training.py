@@ -1,4 +1,5 @@
 """The linear layer where autograd records, in float32 on a CPU: products by our kernels, which are as exact as MKL's.
+So are those of 16-bit numbers where the processor has no unit for them.
 
 MKL is what PyTorch calls. oneDNN multiplies faster, but adds up all of K in one chain, and in a whole model's gradients
 the errors of three such products add up to more than twice those of MKL.
@@ -11,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opsmith.call.dispatch import once, recorded
+from opsmith.call.dispatch import once
 from opsmith.call.fast import direct
 from opsmith.call.layouts import as_rows, dense, fresh
+from opsmith.ops.linear.onednn import our_product
 from opsmith.ops.nonzero_rows import among_zeros, nonzero_rows
 
 ROWS = 8  # of x, at most, for which there are kernels that take a weight as it is
@@ -21,16 +23,11 @@ _TANH = 2  # the kernel's number of the GELU with tanh
 _LOOK = 1 << 22  # multiplications of a product, from which on a look for rows of zeros costs little beside it
 
 
-def with_gradients(
-    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, gelu: int
-) -> Tensor:
-    """x @ weight.T + bias + residual, or the GELU of this number of that (without a residual), if it is not 0."""
-    y: Tensor = recorded(_Linear, x, weight, bias, residual, gelu)
-    return y
+class LinearFunction(torch.autograd.Function):
+    """x @ weight.T + bias + residual, or the GELU of this number of that (without a residual), if it is not 0.
 
-
-class _Linear(torch.autograd.Function):
-    """Our kernels, which sum in blocks: oneDNN, which does not, errs by three times what eager does."""
+    Our kernels sum in blocks: oneDNN, which does not, errs by three times what eager does.
+    """
 
     @staticmethod
     def forward(
@@ -38,15 +35,10 @@ class _Linear(torch.autograd.Function):
     ) -> Tensor:
         y = fresh(x, torch.Size((*x.shape[:-1], weight.shape[0])))
         before = fresh(y) if gelu else None
-        direct.of(torch.ops.opsmith.linear_unpacked.default)(
-            as_rows(x),
-            weight if 1 in weight.stride() else weight.contiguous(),
-            dense(bias),
-            None if residual is None else as_rows(residual),
-            gelu,
-            y=as_rows(y),
-            before=None if before is None else as_rows(before),
-        )
+        by = weight if 1 in weight.stride() else weight.contiguous()
+        added = None if residual is None else as_rows(residual)
+        rows = {"y": as_rows(y), "before": None if before is None else as_rows(before)}
+        direct.of(torch.ops.opsmith.linear_unpacked.default)(as_rows(x), by, dense(bias), added, gelu, **rows)
         ctx.save_for_backward(x, weight, before)
         ctx.tanh = gelu == _TANH
         return y
@@ -71,27 +63,26 @@ class _Linear(torch.autograd.Function):
         dx = dw = db = None
         few_rows = not torch.compiler.is_compiling() and dz.shape[0] <= ROWS and weight.stride(1) == 1
         if need_x:
-            dx = dz.new_empty(dz.shape[0], weight.shape[1]) if few_rows else _times(dz, weight)
+            dx = dz.new_empty(dz.shape[0], weight.shape[1]) if few_rows else our_product(dz, weight.t())
         if few_rows:
             dw = torch.empty_like(weight, memory_format=torch.contiguous_format) if need_w else None
             db = dy.new_empty(weight.shape[:1]) if need_b else None
             gradients = {"dx": dx, "dweight": dw, "dbias": db}
             direct.of(torch.ops.opsmith.linear_rows_backward.default)(dz, taken, weight, **gradients)
-        elif need_w and not weight.is_contiguous() and weight.t().is_contiguous():
-            # GPT-2's weights: a gradient that lay as their view does would be copied by autograd.
-            dw = torch.empty_like(weight.t())
-            direct.of(torch.ops.opsmith.linear_gradient.default)(taken, dz, few, dweight=dw)
-            dw, db = dw.t(), dz.sum(0) if need_b else None
         elif need_w or need_b:
-            dw = torch.empty_like(weight, memory_format=torch.contiguous_format)
-            db = dy.new_empty(weight.shape[:1]) if need_b else None
-            direct.of(torch.ops.opsmith.linear_gradient.default)(dz, taken, few, dweight=dw, dbias=db)
+            # GPT-2's weights: a gradient that lay as their view does would be copied by autograd.
+            across = weight.t().is_contiguous() and not weight.is_contiguous()
+            one, other = (taken, dz) if across else (dz, taken)
+            apart = across or dz.dtype != torch.float32
+            db = (dz.sum(0) if apart else dy.new_empty(weight.shape[:1])) if need_b else None
+            if dz.dtype == torch.float32:
+                dw, beside = dz.new_empty(one.shape[1], other.shape[1]), None if apart else db
+                direct.of(torch.ops.opsmith.linear_gradient.default)(
+                    one, other, few, dweight=dw, dbias=beside
+                )
+            else:
+                dw = our_product(one.t(), other.t())
+            dw = dw.t() if across else dw
         if dx is not None:
             dx = (dx if rows is None else among_zeros(dx, rows, m)).view(x.shape)
         return dx, dw if need_w else None, db, dy if need_r else None, None
-
-
-def _times(dz: Tensor, weight: Tensor) -> Tensor:
-    by, dx = weight if 1 in weight.stride() else weight.contiguous(), dz.new_empty(len(dz), weight.shape[1])
-    direct.of(torch.ops.opsmith.linear_unpacked.default)(dz, by.t(), None, None, 0, y=dx)
-    return dx

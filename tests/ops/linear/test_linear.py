@@ -157,11 +157,14 @@ def test_gradients_are_as_exact_as_pytorchs(rows: int, k: int, n: int, activatio
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("activation", [None, "gelu", "silu"])
+@pytest.mark.parametrize(
+    ("activation", "cast"), [(None, False), (None, True), ("gelu", False), ("silu", False)]
+)
 @pytest.mark.parametrize("transposed", [False, True])
 def test_gradients_of_16_bits_are_our_kernels_where_pytorch_has_no_unit(
-    dtype: torch.dtype, activation: str | None, transposed: bool, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, activation: str | None, cast: bool, transposed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Within a region of autocast too, where there is nothing to cast any more."""
     # Modules, of which some share their name with a function.
     package, onednn, training = (
         importlib.import_module(f"opsmith.ops.linear{m}") for m in ("", ".onednn", ".training")
@@ -176,7 +179,7 @@ def test_gradients_of_16_bits_are_our_kernels_where_pytorch_has_no_unit(
         return act(torch.nn.functional.linear(x, w, b))
 
     exact = _gradients(layer, x.double(), w.double(), b.double(), dy=dy.double())
-    with torch.profiler.profile() as seen:
+    with torch.profiler.profile() as seen, torch.autocast("cpu", dtype=dtype, enabled=cast):
         mine = _gradients(linear, x, w, b, dy=dy, activation=activation)
     assert not {"aten::mm", "aten::addmm"} & {e.key for e in seen.key_averages()}
     theirs = _gradients(layer, x, w, b, dy=dy)

@@ -167,7 +167,7 @@ class _Linear(Call):
     def backend(self, values: Sequence[Any], training: bool) -> str | None:
         x, weight, *_, code = values
         # Inductor takes oneDNN's operator with constant weights only, and fuses epilogues itself.
-        if compiling() or exporting() or dispatch.autocasts(x):
+        if compiling() or exporting() or (dispatch.autocasts(x) and self.mixed(values)):
             return None
         products, exact = x.numel() * weight.shape[0], x.dtype == torch.float32
         if training:
@@ -186,6 +186,11 @@ class _Linear(Call):
         if exact and repaid and not mkl_leads() and self.takes("native", values) is True:
             return "native"
         return "split" if self.takes("split", values) is True else None
+
+    def mixed(self, values: Sequence[Any]) -> bool:
+        """Whether autocast has anything to cast, or an activation to compute in float32."""
+        within = torch.get_autocast_dtype(values[0].device.type)
+        return values[-1] != 0 or any(t.dtype != within for t in values[:-1] if t is not None)
 
     def plain(self, values: Sequence[Any]) -> Any:
         """In autocast's dtype, as the function of PyTorch's whose place it takes."""

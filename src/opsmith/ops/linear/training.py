@@ -1,8 +1,7 @@
-"""The linear layer where autograd records, in float32 on a CPU: products by our kernels, which are as exact as MKL's.
-So are those of 16-bit numbers where the processor has no unit for them.
+"""The linear layer where autograd records, on a CPU: in float32, and in 16 bits where no unit multiplies these.
 
-MKL is what PyTorch calls. oneDNN multiplies faster, but adds up all of K in one chain, and in a whole model's gradients
-the errors of three such products add up to more than twice those of MKL.
+Our kernels are as exact as MKL, which is what PyTorch calls. oneDNN multiplies faster, but adds up all of K in one
+chain, and in a whole model's gradients the errors of three such products add up to more than twice those of MKL.
 """
 
 from __future__ import annotations
@@ -24,10 +23,7 @@ _LOOK = 1 << 22  # multiplications of a product, from which on a look for rows o
 
 
 class LinearFunction(torch.autograd.Function):
-    """x @ weight.T + bias + residual, or the GELU of this number of that (without a residual), if it is not 0.
-
-    Our kernels sum in blocks: oneDNN, which does not, errs by three times what eager does.
-    """
+    """x @ weight.T + bias + residual, or the GELU of this number of that (without a residual), if it is not 0."""
 
     @staticmethod
     def forward(

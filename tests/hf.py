@@ -59,6 +59,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt_oss": EXPERTS | WINDOW,
     "deberta-v2": {"relative_attention": True, "position_buckets": 4, "pos_att_type": ["p2c", "c2p"]},
     "falcon": {},
+    "gemma2": {**WINDOW, "query_pre_attn_scalar": 8},
+    "opt": {"word_embed_proj_dim": 32, "ffn_dim": 64},
+    "bloom": {},
 }
 # The model itself, and with what it was trained for.
 TASKS = ["", "_FOR_SEQ_TO_SEQ_CAUSAL_LM", "_FOR_MASKED_LM", "_FOR_CAUSAL_LM"]

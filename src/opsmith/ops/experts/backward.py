@@ -47,9 +47,8 @@ def experts_backward(
         first, last, token = gate_up[expert], down[expert], some // each
         rows, seen, share = x[token], dy[token], shares[some]
         between = our_product(rows, first, None if gate_up_bias is None else gate_up_bias[expert])
-        through = our_product(
-            seen, last.t()
-        )  # the gradient of the hidden numbers, but for the token's weight
+        # The gradient of the hidden numbers, but for the token's weight.
+        through = our_product(seen, last.t())
         acted, back = middle_backward(between, through, share, activation, limit, further)
         if slopes is not None:
             slope = (through.float() * acted.float()).sum(1)

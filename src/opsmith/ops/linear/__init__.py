@@ -183,7 +183,8 @@ class _Linear(Call):
         if not exact and self.takes("onednn", values) is True:  # float32's sums err too far
             return "onednn"
         repaid = x.numel() >= _MANY * x.shape[-1] and products > dispatch.limit << _MUCH
-        if exact and repaid and not mkl_leads() and self.takes("native", values) is True:
+        wins = repaid and not mkl_leads() if exact else x.dtype in SLOW_DTYPES
+        if wins and self.takes("native", values) is True:
             return "native"
         return "split" if self.takes("split", values) is True else None
 

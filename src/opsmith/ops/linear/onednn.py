@@ -1,4 +1,4 @@
-"""The linear layer by oneDNN's matmul, whose post-operations are its activation and residual addition."""
+"""The linear layer by oneDNN's matmul, its epilogue as post-operations; and products that oneDNN does not know here."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ ONEDNN_DTYPES = _onednn_dtypes()
 # Of these, what the CPU has no instruction for, and oneDNN multiplies into float32 memory of its own.
 EMULATED_DTYPES = {torch.bfloat16} & ONEDNN_DTYPES if isa.supported()[-1] == "avx512" else frozenset()
 
-# What PyTorch has no unit for here: it takes ten to sixty times as long as in float32, as a weight lies.
+# What PyTorch has no unit for here: it takes several times as long as in float32, tens where the weight lies across.
 SLOW_DTYPES = frozenset({torch.bfloat16, torch.float16}) - ONEDNN_DTYPES
 
 

@@ -15,13 +15,13 @@ namespace opsmith {
 
 // e^x within 2 units in the last place or so, exactly 1 at 0; 0 far below, infinity far above, NaN at NaN.
 inline Vec exp_from_pivot(Vec x) {
-  const auto [n, r] = whole_and_rest(x * log2_e);
+  const auto [n, r] = whole_and_rest<true>(x * log2_e);
   Vec p = fma(r, 0.00186714169f, 0.00901700556f);
   p = fma(p, r, 0.0557999313f);
   p = fma(p, r, 0.240164444f);
   p = fma(p, r, 0.693151295f);
   p = fma(p, r, 1.0f);
-  return scale_exponent(p, n);
+  return scale_exponent<true>(p, n);
 }
 
 // What is known of a row, or of the part of it that has been read.
@@ -81,8 +81,7 @@ inline float piece_max(const T* x, int64_t n) {
 // too steep, and the table holds the other factors.
 struct NearExp {
   static constexpr float step = 0.0216608494f;  // ln 2 / 32
-  static constexpr float shift = 12582912.0f +
-                                 4096.0f;  // 1.5 * 2^23: whole numbers land in the low bits; all above 0
+  static constexpr float shift = 12582912.0f + 4096.0f;  // 1.5 * 2^23: integers land in the low bits, above 0
   Vec low, high;  // bits that those of the shifted k complete
 
   NearExp() {

@@ -36,8 +36,7 @@ constexpr int W = 4, kRoundings = 2;
 
 typedef float Vec __attribute__((vector_size(4 * W)));
 typedef double DVec __attribute__((vector_size(8 * W)));  // for sums that float would spoil
-typedef int32_t IVec
-    __attribute__((vector_size(4 * W)));  // also what a comparison of two Vecs gives: 0 or -1
+typedef int32_t IVec __attribute__((vector_size(4 * W)));  // what comparing two Vecs gives, too: 0 or -1
 
 inline Vec splat(float x) { return x - Vec{}; }  // 0 would turn -0 into +0 with `+`
 inline Vec as_float(IVec v) { return (Vec)v; }
@@ -403,12 +402,15 @@ inline Vec round_to<float16>(Vec v) {
 
 constexpr float log2_e = 1.44269504088896341f;
 
-// p * 2^n for integral n in [-160, 160]; overflows to infinity and underflows to 0 as it should.
+// p * 2^n for integral n in [-254, 160]; overflows to infinity and underflows to 0 as it should. At -254 both factors are 0:
+// a product that underflows takes tens of cycles. `normal`: n in [-127, 128], in one step; 0 below the normal numbers too.
+template <bool normal = false>
 inline Vec scale_exponent(Vec p, Vec n) {
 #if defined(OPSMITH_AVX512)
   return _mm512_scalef_ps(p, n);
-#else
-  const IVec i = as_int(n + 12582912.0f) - 0x4b400000;  // 1.5 * 2^23: the integer lands in the low bits
+#else  // 1.5 * 2^23: the integer lands in the low bits
+  if constexpr (normal) return p * as_float(as_int(n + (12582912.0f + 127.0f)) << 23);
+  const IVec i = as_int(n + 12582912.0f) - 0x4b400000;
   const IVec half = i >> 1;  // in two steps, as 2^n alone may not be a float
   return p * as_float((half + 127) << 23) * as_float((i - half + 127) << 23);
 #endif
@@ -428,12 +430,13 @@ inline Vec round_to_integer(Vec x) {
 struct WholeAndRest {
   Vec whole, rest;
 };
+template <bool normal = false>
 inline WholeAndRest whole_and_rest(Vec x) {
 #if defined(OPSMITH_AVX512)
   // scalef takes the floor itself, and both know what to do with infinities
   return {x, _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC)};
 #else
-  x = max(-160.0f, min(160.0f, x));
+  x = max(normal ? -126.5f : -253.5f, min(normal ? 128.0f : 160.0f, x));
   const Vec whole = round_to_integer(x - 0.5f);
   return {whole, x - whole};
 #endif
@@ -441,7 +444,7 @@ inline WholeAndRest whole_and_rest(Vec x) {
 
 // e^x within 1 ulp or so; 0 at -inf, inf at inf, NaN at NaN.
 inline Vec exp(Vec x) {
-  x = max(-104.0f, min(89.0f, x));  // beyond, the result is 0 or inf already
+  x = max(-176.0f, min(89.0f, x));  // beyond, the result is 0 or inf already
   const Vec n = round_to_integer(x * log2_e);
   Vec r = fma(n, -0.693359375f, x);  // ln 2 in two parts, the first with so few bits that n * it is exact
   r = fma(n, 2.12194440054690583e-4f, r);
@@ -456,15 +459,15 @@ inline Vec exp(Vec x) {
 
 // 2^x for results of type T, of 16 bits, with half the arithmetic of exp. 0 at -inf, NaN at NaN. To 8e-5 of itself for
 // bfloat16, a fiftieth of what rounding takes, and to 3e-6 for float16; float32 would need more.
-template <class T>
+template <class T, bool normal = false>
 inline Vec exp2_for(Vec x) {
-  const auto [n, r] = whole_and_rest(x);
+  const auto [n, r] = whole_and_rest<normal>(x);
   if constexpr (std::is_same_v<T, bfloat16>) {
-    return scale_exponent(
+    return scale_exponent<normal>(
         fma(fma(fma(r, 0.0780245364f, 0.2260672003f), r, splat(0.6958335042f)), r, splat(0.9999252558f)), n);
   } else {
     const Vec low = fma(r, 0.693003835f, 1.00000259f), high = fma(r, 0.052011463f, 0.241442755f);
-    return scale_exponent(fma(fma(r * r, 0.0135341667f, high), r * r, low), n);
+    return scale_exponent<normal>(fma(fma(r * r, 0.0135341667f, high), r * r, low), n);
   }
 }
 

@@ -13,10 +13,10 @@ namespace opsmith {
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
-// 2^x. `precise` is within 2e-9 before rounding; otherwise 4e-6, far below what 16-bit weights are rounded to.
+// 2^x, or 0 below normal numbers; `precise` to 2e-9 before rounding, otherwise to 4e-6: 16-bit weights are rounded to far more.
 template <bool precise>
 inline Vec exp2(Vec x) {
-  const auto [n, r] = whole_and_rest(x);
+  const auto [n, r] = whole_and_rest<true>(x);
   Vec p;
   if constexpr (precise) {
     p = fma(r, 2.1714995e-4f, 1.2440884e-3f);
@@ -29,7 +29,7 @@ inline Vec exp2(Vec x) {
     p = fma(p, r, 2.4137974e-1f);
     p = fma(p, r, 6.9303215e-1f);
   }
-  return scale_exponent(fma(p, r, 1.0f), n);
+  return scale_exponent<true>(fma(p, r, 1.0f), n);
 }
 
 // The mask of one query row; `data` points at its first key.

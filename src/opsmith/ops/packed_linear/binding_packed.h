@@ -47,8 +47,7 @@ inline QuantizedWeight packed_weight(const char* op, const Tensor& weight, const
                       : floats ? ScalarType::Float
                       : small  ? ScalarType::Byte
                                : ScalarType::BFloat16;
-    const bool others = scales == kPlain &&
-                        has(scale, ScalarType::Half, {groups, n});  // which GPTQ and AWQ have
+    const bool others = scales == kPlain && has(scale, ScalarType::Half, {groups, n});  // of GPTQ and AWQ
     STD_TORCH_CHECK(others || has(scale, type, {groups, n}), op, ": scale must be a ",
                     torch::headeronly::toString(type), " [", groups, ", ", n, "] with contiguous rows");
     STD_TORCH_CHECK(!zero || has(*zero, ScalarType::Char, {groups, n}), op, ": zero must be an int8 [",

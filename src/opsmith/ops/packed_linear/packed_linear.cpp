@@ -54,8 +54,7 @@ struct Steps {
   const int8_t* zero = nullptr;
   const float16* outer = nullptr;  // null if there is none
   int64_t scale_stride = 0, zero_stride = 0;  // from one group's to the next, in bytes
-  int64_t outer_stride = 0,
-          outer_part = 0;  // to those of the next kSuper of K, and to what zeros are multiplied by
+  int64_t outer_stride = 0, outer_part = 0;  // to the next kSuper of K, and to what zeros are multiplied by
   int groups = 0, left = 0;  // of kSuper, and until its end
   int size = 0;  // of a scale, in bytes
   bool half = false;  // float16, else bfloat16
@@ -122,8 +121,7 @@ struct Tile {
   int64_t pitch;  // bytes of a step
   int64_t depth, block;  // of K: here, and until a factor changes
   Steps steps;  // of the columns and blocks, where these have scales of their own
-  const float*
-      least;  // [row][block]: the sum of x, for what a weight's numbers begin with; null if that is nothing
+  const float* least;  // [row][block]: sums of x, for what a weight's numbers begin with, or null
   float around;  // what was taken off those numbers besides
   int64_t columns;  // that there are
   float* sums;  // rows of kColumns

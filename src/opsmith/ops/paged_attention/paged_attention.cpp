@@ -91,8 +91,7 @@ void share_out(int64_t count, int64_t period, float exponent, const F& f) {
 template <class T>
 struct Tiles {
   static constexpr bool quantized = std::is_same_v<T, int8_t>;
-  static constexpr int64_t most = 2 * kPagedTile,
-                           beyond = kPagedTile + 2 * W;  // and what tiles are filled up with
+  static constexpr int64_t most = 2 * kPagedTile, beyond = kPagedTile + 2 * W;  // and what fills up tiles
   const T *keys[most + beyond], *values[most + beyond];
   const float *key_scale[most], *value_scale[most];
   int64_t count = 0;

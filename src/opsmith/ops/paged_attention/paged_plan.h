@@ -21,8 +21,7 @@ struct Piece {
 
 // One that is kept allocates only what no call before needed.
 struct PagedPlan {
-  static constexpr int64_t
-      kTileBytes = 256 << 10;  // of keys and values at a time: they wait in the second-level cache
+  static constexpr int64_t kTileBytes = 256 << 10;  // of keys and values at a time, in the second-level cache
   static constexpr int64_t kTileScores = 16 << 10;  // of a tile, at most: they wait in the first-level cache
   static constexpr int64_t kPieceBytes = 64 << 10;  // worth a piece of its own
   static constexpr int64_t kPieces = 16;  // for each thread, so that one that was held up is helped

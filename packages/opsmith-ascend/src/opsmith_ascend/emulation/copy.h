@@ -16,8 +16,7 @@ struct DataCopyParams {
 
 struct DataCopyExtParams {
   int64_t blockCount = 1, blockLen = 0;  // rows; bytes of each
-  int64_t srcStride = 0,
-          dstStride = 0;  // gaps behind a row: bytes in global memory, data blocks in local memory
+  int64_t srcStride = 0, dstStride = 0;  // gaps behind a row: bytes in global memory, blocks in local memory
   int64_t rsv = 0;
   DataCopyExtParams() = default;
   DataCopyExtParams(int64_t count, int64_t len, int64_t src, int64_t dst, int64_t reserved)

@@ -105,8 +105,7 @@ constexpr float nothing_left = 7.75f;  // in the last entry
 // Where in the tables a = |x| lies, 0 <= a <= nothing_left.
 template <int terms>
 struct Place {
-  static constexpr float
-      quarters = 3145728.0f;  // 1.5 * 2^21: added to it, a number is rounded to quarters, the last bits
+  static constexpr float quarters = 3145728.0f;  // 1.5 * 2^21: added to a number, it rounds to quarters
   Vec rounded, from;
   explicit Place(Vec a)
       : rounded(a + quarters), from(Quarters<terms>::fine ? Vec(_mm512_reduce_ps(a, 0x20 | nearest)) : a) {}

@@ -16,8 +16,7 @@ namespace {
 
 constexpr int64_t kMaxTile = 256;
 constexpr int64_t kScoreStride = kMaxTile + W;  // rows a power of two apart would share cache sets
-constexpr int64_t
-    kTileBytes = 64 << 10;  // of packed keys and values, whose halves take turns in the first-level cache
+constexpr int64_t kTileBytes = 64 << 10;  // of packed keys and values: halves take turns in the nearest cache
 constexpr int64_t kBlockBytes = 400 << 10;  // of packed queries and sums, well inside a second-level cache
 constexpr int64_t kMinBlock = 96;  // rows for which packing a tile is cheap beside using it
 constexpr int64_t
@@ -88,8 +87,7 @@ class Attention {
   }
 
   Item item(int64_t i) const {
-    const int64_t split = i % splits_,
-                  block = blocks_ - 1 - i / splits_ % blocks_;  // under causal, longest first
+    const int64_t split = i % splits_, block = blocks_ - 1 - i / splits_ % blocks_;  // causal: longest first
     const int64_t head = i / splits_ / blocks_, row = block * block_;
     const int64_t share = round_up(ceil_div(p_.keys, splits_), W), key = std::min(split * share, p_.keys);
     return {head / p_.kv_heads,
@@ -216,7 +214,7 @@ class Attention {
     Vec total = load(totals);
     const float shift = -base * exponent;
     if (p_.plain && !precise && std::abs(shift) < kFarScore) {
-      const auto weight = [=](int64_t v) { return exp2_for<T>(fma(load(s + v * W), exponent, shift)); };
+      const auto weight = [=](int64_t v) { return exp2_for<T, true>(fma(load(s + v * W), exponent, shift)); };
       int64_t v = 0;
       for (; v + 2 <= vecs; v += 2) {
         const Vec w = weight(v), next = weight(v + 1);

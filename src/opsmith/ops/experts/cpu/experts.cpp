@@ -11,8 +11,7 @@ namespace {
 
 // Tokens of an expert up to which its weights are not worth packing, whose rows or whose columns are contiguous.
 constexpr int64_t kFew = 16, kFewByColumns = 8;
-constexpr int64_t
-    kTogether = 1 << 23;  // numbers in the rows of experts that share their loops: memory that is kept
+constexpr int64_t kTogether = 1 << 23;  // numbers in the rows of experts that share their loops: memory kept
 constexpr int64_t kWork = 1 << 17;  // products that are worth a thread
 
 template <class Id>

@@ -19,8 +19,7 @@ struct Experts {
   int64_t count, hidden;  // E and I
   Weights gate_up, down;  // [E, 2I, D] and [E, D, I]
   View gate_up_bias, down_bias;  // [E, 2I] and [E, D], rows of any stride, or undefined
-  int64_t
-      activation;  // 0 SiLU, 1 GELU, 2 its tanh form, 3 that of GPT-OSS, whose rows of gate and up take turns
+  int64_t activation;  // 0 SiLU, 1 GELU, 2 its tanh form, 3 that of GPT-OSS: rows of gate and up in turns
   float limit;  // of the gate, and of up in both directions
 };
 

@@ -302,7 +302,7 @@ class Attention {
     if constexpr (std::is_same_v<T, float>) {
       return exp2<true>(x);
     } else {
-      return exp2_for<T>(x);
+      return exp2_for<T, true>(x);
     }
   }
 

@@ -16,8 +16,7 @@ constexpr int block = 8 * W;  // elements between two looks at the running maxim
 constexpr int piece = 8 * block;  // elements summed before the sum is added to the row's
 constexpr int ahead = 2048;  // bytes from what is read to what is asked for, into the next row at a row's end
 constexpr int far_ahead = 8192;  // the same, into the second-level cache
-constexpr int
-    page = 4096;  // stores past the cache wait for the address of a new page: it is looked up one ahead
+constexpr int page = 4096;  // stores past the cache wait for a new page's address: looked up one ahead
 
 enum Method : int64_t { automatic = 0, stable = 1, fast = 2 };
 

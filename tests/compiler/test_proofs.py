@@ -120,7 +120,7 @@ def test_what_cannot_be_read_is_proved_each_time(given: torch.Tensor) -> None:
     assert proofs.Proofs().of(gm, [given]) is None
 
 
-@pytest.mark.parametrize("attribute", ["_code", "_written"])
+@pytest.mark.parametrize("attribute", ["code", "_written"])
 def test_other_code_is_another_proof(
     attribute: str, proved: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -128,7 +128,7 @@ def test_other_code_is_another_proof(
     _optimize(model, x)
     first = list(proved)
     was = getattr(proofs, attribute)
-    other = {"_code": lambda: "edited", "_written": lambda gm: [*was(gm), "another constant"]}
+    other = {"code": lambda: "edited", "_written": lambda gm: [*was(gm), "another constant"]}
     monkeypatch.setattr(proofs, attribute, other[attribute])
     _optimize(model, x)
     assert proved == first * 2
@@ -174,8 +174,8 @@ def test_a_failure_is_found_again(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_inductor_compiles_is_not_ours() -> None:
     reference = registry()["layer_norm"].reference
-    assert proofs._ours(reference)
-    assert not proofs._ours(torch.compile(reference, dynamic=True))
+    assert proofs.ours(reference)
+    assert not proofs.ours(torch.compile(reference, dynamic=True))
 
 
 def test_what_failed_its_proof_stays_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import opsmith
 from opsmith import measure
-from opsmith.compiler import Config
+from opsmith.compiler import Config, kept
 from opsmith.compiler.choose import inductor
 from opsmith.compiler.choose.select import Selector, contest
 from opsmith.compiler.choose.weights import Weights
@@ -221,6 +221,17 @@ def test_a_file_that_says_otherwise_is_believed(monkeypatch: pytest.MonkeyPatch,
     )
     assert _choose(Selector(Config(), TuningCache(path)), _call()).implementation == "eager"
     assert counter.calls == 0
+
+
+def test_times_of_other_code_count_for_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Operators call their kernels by way of Python, which decides as much about their time."""
+    path = tmp_path / "tuning.json"
+    cache = TuningCache(path)
+    cache.put("a call", {"native": 1.0})
+    cache.save()
+    assert TuningCache(path) == {"a call": {"native": 1.0}}
+    monkeypatch.setattr(kept, "code", lambda *folders: f"edited {folders}")
+    assert TuningCache(path) == {}
 
 
 def test_a_folder_that_cannot_be_written_costs_only_the_memory(tmp_path: Path) -> None:

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch.nn.functional import linear
 
+from opsmith.compiler.find import recognize
 from opsmith.compiler.find.recognize import Recognized, _Finder
 from opsmith.compiler.find.window import Window, Windows
+from opsmith.operator import registry
 from tests.compiler.graphs import found_in
 from tests.compiler.models import numbers
 
-LAYERS, WIDTH = 20, 16
+LAYERS, FEW, WIDTH = 20, 3, 16
 
 
 def _norm(x: torch.Tensor, of: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -24,7 +28,7 @@ def _norm(x: torch.Tensor, of: torch.Tensor, weight: torch.Tensor, eps: float) -
 
 def _layers(x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
     """A decoder's feed-forward layers, written out."""
-    for i in range(LAYERS):
+    for i in range(len(weights) // 4):
         weight, gate, up, down = weights[4 * i : 4 * i + 4]
         eps = 1e-6 if i != 2 else 1e-5
         weight = weight if i != 3 else weights[0]  # shared with the first layer
@@ -33,6 +37,13 @@ def _layers(x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
         y = torch.sigmoid(g) * g * (u if i != 6 else g)  # a square
         x = x + linear(y, down)
     return x
+
+
+@pytest.fixture(autouse=True)
+def nothing_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of this test alone in which forms are kept."""
+    monkeypatch.setenv("OPSMITH_TUNING", str(tmp_path / "tuning"))
+    return tmp_path / "tuning"
 
 
 @pytest.fixture
@@ -63,8 +74,8 @@ def forms(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Any], Any]], N
     return put
 
 
-def _found() -> tuple[Recognized, torch.Tensor, torch.Tensor]:
-    shapes = [(WIDTH,), (2 * WIDTH, WIDTH), (2 * WIDTH, WIDTH), (WIDTH, 2 * WIDTH)] * LAYERS
+def _found(layers: int = LAYERS) -> tuple[Recognized, torch.Tensor, torch.Tensor]:
+    shapes = [(WIDTH,), (2 * WIDTH, WIDTH), (2 * WIDTH, WIDTH), (WIDTH, 2 * WIDTH)] * layers
     return found_in(_layers, [numbers(*s, seed=i) for i, s in enumerate([(3, 5, WIDTH), *shapes])], True)
 
 
@@ -102,3 +113,51 @@ def test_no_site_rests_on_what_is_known(forms: Callable[[Callable[[Any], Any]], 
     assert float((got - want).abs().max()) < 1e-5 * float(want.abs().max())
     assert found.sites
     assert set(_sites(found)) <= right
+
+
+def _next_process() -> None:
+    recognize._known.cache_clear()
+
+
+def test_the_next_process_searches_nothing(searched: list[str]) -> None:
+    first, _, _ = _found(7)
+    assert searched
+    searched.clear()
+    _next_process()
+    again, _, _ = _found(7)
+    assert searched == []
+    assert _sites(first) == _sites(again)
+    assert [*map(str, first.misses)] == [*map(str, again.misses)] != []
+
+
+@pytest.mark.parametrize(
+    "damaged", [[None, 0, [999]], [None, 999, []], [[1, 2], 0, []], "no outcome"], ids=str
+)
+def test_a_damaged_file_costs_a_search(damaged: Any, searched: list[str], nothing_known: Path) -> None:
+    first, _, _ = _found(FEW)
+    few = len(searched)
+    [file] = nothing_known.glob("forms-*.json")
+    data = json.loads(file.read_text())
+    file.write_text(json.dumps({**data, "entries": dict.fromkeys(data["entries"], damaged)}))
+    _next_process()
+    again, _, _ = _found(FEW)
+    assert len(searched) >= 2 * few
+    assert _sites(first) == _sites(again)
+
+
+@pytest.mark.parametrize("what", ["code", "reference"])
+def test_other_code_is_searched_again(
+    what: str, searched: list[str], nothing_known: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What we found by other rules, and what anyone else's operator looks like, may not be so."""
+    if what == "code":
+        _found(FEW)
+        monkeypatch.setattr(recognize, "code", lambda *folders: "edited")
+    else:
+        monkeypatch.setattr(registry()["softmax"], "reference", torch.softmax)
+        _found(FEW)
+        assert not nothing_known.exists()
+    few = len(searched)
+    _next_process()
+    _found(FEW)
+    assert len(searched) == 2 * few > 0

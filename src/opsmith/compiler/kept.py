@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import json
 import os
 import warnings
@@ -22,14 +24,31 @@ def directory() -> Path:
     return Path(forced).expanduser().absolute() if forced else cache.of_user() / "tuning"
 
 
+@functools.cache
+def code(*folders: str) -> str:
+    """What names the Python of all of this package, or of some folders: as much part of a finding as the kernels."""
+    package, digest = Path(__file__).parents[1], hashlib.sha256()
+    for path in sorted(path for folder in folders or ["."] for path in (package / folder).rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:20]
+
+
+def ours(fn: Any) -> bool:
+    """True for what `code` speaks for: this package's, as it is written and not as Inductor compiles it."""
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    compiled = hasattr(fn, "_torchdynamo_orig_callable")
+    return not compiled and str(getattr(fn, "__module__", "")).startswith("opsmith.")
+
+
 class Kept(dict[str, T]):
     """Entries that hold within one scope (a machine, its kernels, its PyTorch).
 
     A file that is damaged, unreadable, of another scope, or in a folder that others can write to counts as empty: it
-    holds nothing that can't be found again.
+    holds nothing that can't be found again. Without a path, entries are this process's alone.
     """
 
-    def __init__(self, path: Path, schema: int, scope: str, entry: Any, most: int = 1 << 16):
+    def __init__(self, path: Path | None, schema: int, scope: str, entry: Any, most: int = 1 << 16):
         self._path, self._schema, self._scope = path, schema, scope
         self._type: TypeAdapter[dict[str, T]] = TypeAdapter(dict[str, entry])
         self._most = most
@@ -38,7 +57,7 @@ class Kept(dict[str, T]):
 
     def _read(self) -> dict[str, T]:
         try:
-            if files.distrust(self._path.parent) or files.distrust(self._path):
+            if self._path is None or files.distrust(self._path.parent) or files.distrust(self._path):
                 return {}
             data = json.loads(self._path.read_text(encoding="utf-8"))
             mine = (data["schema"], data["scope"]) == (self._schema, self._scope)
@@ -51,7 +70,7 @@ class Kept(dict[str, T]):
 
     def save(self) -> None:
         """Write the file; a folder that can't be written costs only the memory of this run."""
-        if not self._new:
+        if not self._new or self._path is None:
             return
         import filelock
 
@@ -78,10 +97,10 @@ Times = Annotated[dict[str, Seconds], Field(min_length=1)]
 
 
 class TuningCache(Kept[dict[str, float]]):
-    """Measured seconds of each contestant by what they contested, for this machine, these kernels and this PyTorch."""
+    """Measured seconds of contestants by what they contested, for this machine, these operators and this PyTorch."""
 
     def __init__(self, path: Path | None = None):
-        scope = f"{measure.describe().fingerprint()}/{libraries.content()}"
+        scope = f"{measure.describe().fingerprint()}/{libraries.content()}/{code('call', 'ops')}"
         super().__init__(path or directory() / f"{scope.replace('/', '_')}.json", TIMES_SCHEMA, scope, Times)
 
     def settled(self, key: str, times: dict[str, float], steady: bool) -> dict[str, float]:

@@ -8,10 +8,12 @@ it, a linear layer the activation behind it.
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -40,6 +42,7 @@ from opsmith.compiler.find.operands import (
 from opsmith.compiler.find.site import After, Site, between, check, cuts, following, where
 from opsmith.compiler.find.template import Template
 from opsmith.compiler.find.window import MAX_READ, Window, Windows
+from opsmith.compiler.kept import Kept, code, directory, ours
 from opsmith.operator import Kind, Operator, Pattern
 
 MIN_COMPOSITE = 3  # a near miss is something written out by hand, not a lone tanh
@@ -86,14 +89,16 @@ class _Finder:
         self.cards = {card.name: card for card in cards}
         self.effects = effects(graph)
         self.opaque = self.effects.opaque()
-        cards = sorted(cards, key=lambda c: str(getattr(c.reference, "__module__", ""))[:8] == "opsmith.")
+        cards = sorted(cards, key=lambda c: ours(c.reference))
         templates = [Template.trace(self.space, card, p) for card in cards for p in card.patterns]
         # The richest pattern first: attention before softmax, an affine norm before a plain one. Of two alike, that of
         # an operator that somebody has added to ours.
         templates.sort(key=lambda t: (-len(t.term.names), -_size(t.term), -len(t.variables)))
         self.templates = templates
         self.windows = Windows(self.opaque)
-        self.known = _known(tuple(t.pattern for t in self.templates))
+        # For the next process too where all are ours: the same names of anyone else's may mean something new.
+        where = directory() if all(ours(card.reference) for card in cards) else None
+        self.known = _known(tuple((t.card.name, t.pattern) for t in templates), where)
         self.consumed: set[Node] = set()
         # Of a root for which no reading is right, the one that came closest, and how near.
         self.near: dict[Node, tuple[tuple[int, int, int], Reading]] = {}
@@ -110,6 +115,7 @@ class _Finder:
                 # What it makes of its main input; other sites may share the rest, as all layers a rotation's tables.
                 main = next(filter(None, (set(nodes_in(v)) for v in site.arguments.values())))
                 self.consumed |= following(main, site.region) | {site.root}
+        self.known.save()
         result.sites.reverse()
         result.misses = self._misses(result.sites)
         result.apart = [replace(site) for site in result.sites]  # growing changes the sites themselves
@@ -127,7 +133,10 @@ class _Finder:
             if outcome is None:
                 return None
             rank, template, cut = outcome
-            reading = Reading(self.templates[template], tuple(window.nodes[i] for i in cut), window)
+            try:
+                reading = Reading(self.templates[template], tuple(window.nodes[i] for i in cut), window)
+            except IndexError:  # of a damaged file
+                return self._search(root, window)
             if rank is not None:
                 self.near[root] = rank, reading
                 return None
@@ -160,8 +169,8 @@ class _Finder:
             known = closest if site is None else None, template, cut
             if site is None:
                 self.near[root] = closest, near
-        if window.form is not None:
-            self.known[window.form] = known
+        if window.form:
+            self.known.put(window.form, known)
         return site
 
     def _canon(self, root: Node, reading: Reading) -> Canon:
@@ -355,9 +364,12 @@ _Outcome = tuple[tuple[int, int, int] | None, int, list[int]]
 
 
 @lru_cache(maxsize=4)
-def _known(patterns: tuple[Pattern, ...]) -> dict[int | None, _Outcome | None]:
-    """What came of roots by the form of their window: of all graphs of a process that are read by the same patterns."""
-    return {}
+def _known(patterns: tuple[tuple[str, Pattern], ...], where: Path | None) -> Kept[_Outcome | None]:
+    """What came of roots by the form of their window, in all graphs that are read by the same patterns."""
+    names = hashlib.sha256(repr([(card, p.name) for card, p in patterns]).encode()).hexdigest()[:20]
+    scope = f"{code('compiler', 'ops')}/{torch.__version__}/{names}"
+    path = where and where / f"forms-{scope.replace('/', '-')}.json"
+    return Kept(path, 1, scope, _Outcome | None, 1 << 13)
 
 
 _COPIES = ("aten::clone", "aten::cat", "aten::_unsafe_view", "aten::reshape")

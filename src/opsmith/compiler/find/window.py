@@ -6,6 +6,7 @@ found at a root follows from what is near it, and layers that are alike have the
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cache
@@ -26,7 +27,7 @@ class Window:
 
     read: dict[Node, None]  # those whose formulas are read, nearest first
     nodes: list[Node]  # these, what they are called with, and what that is called with
-    form: int | None  # equal where the nodes are alike, one by one; None where some are changed in place
+    form: str  # equal where the nodes are alike, one by one; empty where some are changed in place
 
     def apart_from(self, explained: Collection[Node]) -> list[Node]:
         """The nodes that are read from the root through none of these, nearest first."""
@@ -59,10 +60,10 @@ class Windows:
                 for source in self._described(node)[1]:
                     numbers.setdefault(source, len(numbers))
         if not numbers.keys().isdisjoint(self._opaque):
-            return Window(read, [*numbers], None)
+            return Window(read, [*numbers], "")
         what = ((node, *self._described(node)) for node in numbers)
         lines = [(text, *map(numbers.get, given), node in explained) for node, text, given in what]
-        return Window(read, [*numbers], hash((len(read), *lines)))
+        return Window(read, [*numbers], hashlib.blake2b(repr((len(read), lines)).encode()).hexdigest()[:32])
 
 
 def _described(node: Node) -> tuple[str, list[Node]]:

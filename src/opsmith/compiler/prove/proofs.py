@@ -11,7 +11,6 @@ import hashlib
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
-from pathlib import Path
 from typing import Annotated, Any
 
 import torch
@@ -20,7 +19,7 @@ from torch import Tensor, fx
 
 from opsmith import measure
 from opsmith.compiler.find.site import Site
-from opsmith.compiler.kept import Kept, directory
+from opsmith.compiler.kept import Kept, code, directory, ours
 from opsmith.kernels import libraries
 from opsmith.measure.pages import Read
 from opsmith.operator import Implementation, Verdict
@@ -38,7 +37,7 @@ class Proofs:
     def _file(self) -> Kept[Verdicts]:
         machine = measure.describe().fingerprint()
         settings = [torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled()]
-        scope = f"{machine}/{libraries.content()}/{_code()}/{settings}"
+        scope = f"{machine}/{libraries.content()}/{code()}/{settings}"
         return Kept(directory() / f"proofs-{machine}.json", SCHEMA, scope, Verdicts, STUDIES)
 
     def of(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Proved | None:
@@ -67,7 +66,7 @@ class Proved:
 
     def put(self, site: Site, implementation: Implementation, verdict: Verdict, like: str = "") -> None:
         """Enter a proof, but none that failed, is of what is not ours, or may come out otherwise next time."""
-        if verdict.ok and implementation.repeatable and _ours(implementation.fn):
+        if verdict.ok and implementation.repeatable and ours(implementation.fn):
             self._known[_name(site, implementation)] = (float(verdict.error), float(verdict.bound), like)
             self._save()
 
@@ -76,14 +75,6 @@ def _name(site: Site, implementation: Implementation) -> str:
     """What a proof is called within its study."""
     outputs = ",".join(n.name for n in site.outputs)
     return f"{site.card.name} {site.pattern} {outputs} {implementation.name}"
-
-
-def _ours(fn: Any) -> bool:
-    """True for code that the scope speaks for: this package's, as it is written and not as Inductor compiles it."""
-    while isinstance(fn, functools.partial):
-        fn = fn.func
-    compiled = hasattr(fn, "_torchdynamo_orig_callable")
-    return not compiled and str(getattr(fn, "__module__", "")).startswith("opsmith.")
 
 
 def _written(gm: fx.GraphModule) -> Iterable[Any]:
@@ -117,12 +108,3 @@ def _digest_of(value: Any) -> bytes:
     if flat.numel():
         digest.update(flat.view(torch.uint8).numpy().data)
     return digest.digest()
-
-
-@functools.lru_cache(maxsize=1)
-def _code() -> str:
-    """All of this package's Python: what recognizes, binds and calls is as much part of a proof as the kernels."""
-    digest = hashlib.sha256()
-    for path in sorted(Path(__file__).parents[1].rglob("*.py")):
-        digest.update(path.read_bytes())
-    return digest.hexdigest()

@@ -36,9 +36,7 @@ inline __attribute__((always_inline)) void step(const float* factors, const T* f
   for_lanes(width, [&](int64_t at, auto lanes) __attribute__((always_inline)) {
     Vec row[D];
 #pragma GCC unroll 8
-    for (int d = 0; d < D; ++d) {
-      row[d] = load(from + d * stride + at, lanes);
-    }
+    for (int d = 0; d < D; ++d) row[d] = load(from + d * stride + at, lanes);
     for (int r = 0; r < R; ++r) {
       Vec sum = row[0] * by[0][r];
       for (int d = 1; d < D; ++d) sum = fma(row[d], by[d][r], sum);

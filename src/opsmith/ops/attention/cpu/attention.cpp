@@ -162,9 +162,7 @@ class Attention {
       if (at.rows <= ROWS && p_.value_dim == width_) values = v, values_stride = p_.v.strides[2];
     }
     if (values == to.v) pack_rows<Units>(v, p_.v.strides[2], keys, p_.value_dim, to.v, width_);
-    for (int64_t r = 0; r < at.rows; r += ROWS) {
-      strip(at, to, r, key, keys, masked, values, values_stride);
-    }
+    for (int64_t r = 0; r < at.rows; r += ROWS) strip(at, to, r, key, keys, masked, values, values_stride);
   }
 
   // ROWS query rows against one tile.

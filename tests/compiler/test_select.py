@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import opsmith
 from opsmith import measure
 from opsmith.compiler import Config, kept
-from opsmith.compiler.choose import inductor
+from opsmith.compiler.choose import inductor, select
 from opsmith.compiler.choose.select import Selector, contest
 from opsmith.compiler.choose.weights import Weights
 from opsmith.compiler.kept import TIMES_SCHEMA, TuningCache
@@ -332,6 +332,18 @@ def test_inductor_competes_with_nothing_that_is_over_before_it_is_called(
     assert refused.startswith("not tried: another takes less than the ")
     pinned = Config(inductor=True, pin={"layer_norm": "inductor"})
     assert _choose(Selector(pinned), _call()).implementation == "inductor"
+
+
+def test_a_short_call_stays_short_in_the_next_process(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Near the limit it would be longer now and then, and compiled each time."""
+    monkeypatch.setattr(inductor, "CALL", 10.0)
+    cache = TuningCache(tmp_path / "tuning.json")
+    cache.put(contest(registry()["layer_norm"], _call(), new=True), {"native": 2.0, "eager": 1.0})
+    monkeypatch.setattr(select, "_short", lambda *_: False)
+    refused = _choose(Selector(Config(inductor=True), cache), _call()).refused["inductor"]
+    assert refused.startswith("not tried: another takes less than the ")
 
 
 def test_inductor_competes() -> None:

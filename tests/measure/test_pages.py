@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from opsmith.measure import pages
 from opsmith.measure.pages import Read, advise, forget, is_mapped
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="this is not Linux")
@@ -44,6 +45,14 @@ def test_what_was_written_stays(tmp_path: Path) -> None:
     read.give_back()
     assert int(t[MB // 2]) == -1
     assert bool(own.eq(1).all())
+
+
+def test_what_no_file_has_is_not_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of each page of a process whether it was written to: of a model of a gigabyte that takes a second."""
+    monkeypatch.setattr(pages, "_unwritten", lambda: pytest.fail("looked up"))
+    read = Read()
+    read.add(torch.ones(MB))
+    read.give_back()
 
 
 def test_what_is_forgotten_keeps_its_place() -> None:

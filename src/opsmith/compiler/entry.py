@@ -193,8 +193,7 @@ class Entry:
         model = self.model
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            # A frame of our own, not done with the call: Dynamo begins and goes on at none of PyTorch's, as a model
-            # may be.
+            # A frame of our own, not done with the call: Dynamo begins and goes on at none of PyTorch's own models.
             result = model._call_impl(*args, **kwargs)
             return result
 

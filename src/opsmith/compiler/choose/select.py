@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -121,6 +122,10 @@ class Selector:
             refused["inductor"] = f"slower when it was measured: {known['inductor'] * 1e6:.0f} us"
         elif (config.inductor and config.tune) or forced:
             short = partial(_short, call, able, weights, new)
+            if (
+                able.keys() <= known.keys()
+            ):  # near the limit, this process would compile what the last one left out
+                short = partial(operator.lt, min(known.values()), inductor.CALL)
             entered = self.inductor.enter(card, call, key, may_measure, forced, short)
             if isinstance(entered, str):
                 refused["inductor"] = entered

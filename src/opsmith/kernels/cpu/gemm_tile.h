@@ -72,8 +72,7 @@ struct Operand {  // A
   int64_t step;
 };
 
-// C[M, N * W] (+)= A[M, depth] B[depth, N * W], in one chain of additions. Compiled once for all, as what follows, in
-// gemm_tile.cpp.
+// C[M, N * W] (+)= A[M, depth] B[depth, N * W], in one chain of additions. This and what follows is compiled in gemm_tile.cpp.
 template <class Units, int M, int N>
 void product_in_registers(int64_t depth, Operand a, const float* b, int64_t ldb, float* c, int64_t ldc,
                           bool add);

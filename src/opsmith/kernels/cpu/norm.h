@@ -170,8 +170,7 @@ inline __attribute__((always_inline)) void walk(int64_t n, bool reads, Stats* st
 // The forward pass of a norm over rows begin..end, `rows` at a time, which share the loads of the weights. The statistics of
 // rows are taken in the walk in which those before them are written, so that memory is read and written at all times and a
 // row is still in cache when its turn to be written comes. `parameters(i, k)` are the weights, `norm.of(r, stats)` is what
-// a row's statistics come to, and `norm.apply(that, value, weights)` makes its output of its input. With a residual, `rows`
-// is 1.
+// a row's statistics come to, and `norm.apply(that, value, weights)` its output. With a residual, `rows` is 1.
 template <class T, int rows, bool with_residual, bool streaming, class Parameters, class Norm>
 void norm_rows(int64_t begin, int64_t end, const View& x, const View& residual, const View& y,
                const View& summed, const Parameters& parameters, const Norm& norm) {

@@ -23,8 +23,7 @@ void rope_int8(View x, View scale, View cos, View sin, View positions, Rotation 
                View y_scale);
 
 // x [M, K] times a packed weight [H D + 2 Hkv D, K] (linear.h): q [B, H, L, D], k and v [B, Hkv, L, D] with M = B L, or
-// [T, H, D] with M = T; q and k rotated. Heads are computed `linear_rope_group(D)` panels at a time, at most
-// kMostGroup.
+// [T, H, D] with M = T; q and k rotated. Heads take `linear_rope_group(D)` panels at a time, kMostGroup at most.
 constexpr int64_t kMostGroup = 8;
 int64_t linear_rope_group(int64_t head_dim);
 void linear_rope(View x, View packed, View bias, View cos, View sin, View positions, Rotation rotation,

@@ -46,8 +46,7 @@ inline int64_t row_grain(int64_t n, int64_t elements) {
   return std::max<int64_t>(1, elements / std::max<int64_t>(1, n));
 }
 
-// Bytes of the last-level cache of the first core. From Linux itself: what sysconf says of it in virtual machines may be
-// ten times the truth.
+// Bytes of the first core's last-level cache. From Linux itself: sysconf in virtual machines may say ten times the truth.
 inline int64_t last_level_cache() {
   int64_t found = 0;
   for (int index = 0; index < 8; ++index) {

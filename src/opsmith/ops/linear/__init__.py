@@ -305,8 +305,7 @@ def _cost(
     return Cost(2.0 * rows * n * k + extra * rows * n, nbytes(x, weight, bias, residual) + result)
 
 
-# What entries of the dispatcher cost that are called by themselves: the profiler sees their shapes, and None for what a
-# call left out.
+# Of entries of the dispatcher called by themselves: the profiler sees their shapes, and None for what is left out.
 
 
 def product_cost(x: Tensor, y: Tensor, **rest: Any) -> Cost:

@@ -1,8 +1,7 @@
 // Sums of rows of a matrix whose columns are contiguous, by a few rows of factors: it is read as it lies, once and in order.
 //
 // Some rows of a result, as wide as the nearest cache allows, are summed there together. A step adds up products with a few rows of the
-// matrix in registers before it adds them to what is there, and asks for the rows that follow: rounding errors grow with the number of
-// steps.
+// matrix in registers before it adds them to what is there, and asks for the next rows: rounding errors grow with the steps.
 #pragma once
 
 #include "linear_dots.h"

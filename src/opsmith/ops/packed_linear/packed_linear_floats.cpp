@@ -1,7 +1,6 @@
 // The linear layer on quantized weights for many rows. A block of a panel becomes floats in cache, and all rows multiply it there,
 // as they do a weight that was not packed (linear_product.h): rows of float32 where no instruction multiplies bytes and adds
-// them up, since two digits of 16 bits take eight instructions for what floats take four, and rows of bfloat16 where a unit multiplies
-// pairs of them.
+// them up, since two digits of 16 bits take eight instructions for what floats take four, and rows of bfloat16 where a unit multiplies them.
 #include "packed_linear_floats.h"
 
 #include "fixed_point.h"

@@ -64,8 +64,7 @@ inline void store_q8(int8_t* p, Vec v, Lanes k) {
 }
 
 // rint(clamp(y / scale + offset, -128, 127)). A division takes as long as several products: where nothing can overflow, y is
-// clamped instead, and one step corrects its product with the inverse, so that what lies halfway between two integers does
-// so still.
+// clamped, and one step corrects its product with the inverse: what lies halfway between two integers does so still.
 inline void quantize_row(const float* y, int64_t n, float scale, float offset, int8_t* to) {
   const bool fused = kRoundings == 1;
   if (fused && std::fabs(scale) > 1e-30f && std::fabs(scale) < 1e30f && std::fabs(offset) < 4096.0f) {

@@ -34,8 +34,7 @@ inline T lent(T given) {
   return given;
 }
 
-// How an argument of a binding comes: as PyTorch's boxes hold it, and from a direct call, where a tensor and what is optional are
-// addresses.
+// How an argument of a binding comes: as PyTorch's boxes hold it, and from a direct call, tensors and options as addresses.
 template <class T>
 struct Argument {
   using Stable = T;

@@ -29,8 +29,7 @@ void backward(const View& dy, const View& x, const View& bias, const View& dx) {
   });
 }
 
-// The same with dbias, the sums of dx over the rows before it is rounded: four rows at a time, which are added to each
-// other first.
+// The same with dbias, the sums of dx over the rows before it is rounded: four rows at a time, added to each other first.
 template <class T, class F>
 void backward_of_bias(const View& dy, const View& x, const View& bias, const View& dx, const View& dbias) {
   constexpr int64_t group = 4;

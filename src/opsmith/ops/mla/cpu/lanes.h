@@ -1,5 +1,4 @@
-// Products of many tokens, side by side in the lanes of vectors. Of a product of bytes x is the unsigned factor, so that the weight
-// is used as it lies.
+// Products of many tokens, side by side in the lanes of vectors. Of bytes x is the unsigned factor: the weight is used as it lies.
 #pragma once
 
 #include "dots.h"

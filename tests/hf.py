@@ -49,6 +49,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt2": {"n_positions": 64},
     "gpt_neox": {},
     "mixtral": EXPERTS,
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
     "deepseek_v3": {**MLA, **ROUTED, "num_experts_per_tok": 2, "first_k_dense_replace": 1}
     | {"num_key_value_heads": 4},
     "bert": {},

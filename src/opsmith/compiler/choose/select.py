@@ -122,9 +122,8 @@ class Selector:
             refused["inductor"] = f"slower when it was measured: {known['inductor'] * 1e6:.0f} us"
         elif (config.inductor and config.tune) or forced:
             short = partial(_short, call, able, weights, new)
-            if (
-                able.keys() <= known.keys()
-            ):  # near the limit, this process would compile what the last one left out
+            # As it was measured: near the limit, this process would compile what the last one left out.
+            if able.keys() <= known.keys():
                 short = partial(operator.lt, min(known.values()), inductor.CALL)
             entered = self.inductor.enter(card, call, key, may_measure, forced, short)
             if isinstance(entered, str):

@@ -234,6 +234,23 @@ def test_times_of_other_code_count_for_nothing(monkeypatch: pytest.MonkeyPatch, 
     assert TuningCache(path) == {}
 
 
+@pytest.mark.parametrize("folders", [(), ("call", "ops")], ids=str)
+def test_code_is_all_that_is_written_in_a_folder(
+    folders: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package, read, read_text = Path(opsmith.__file__).parent, set(), Path.read_text
+
+    def noted(self: Path, *args: Any, **kwargs: Any) -> str:
+        read.add(self)
+        return read_text(self, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "read_text", noted)
+    kept.code.__wrapped__(*folders)
+    every = {file for folder in folders or ("",) for file in (package / folder).rglob("*.py")}
+    assert read == every
+    assert package / "ops" / "linear" / "__init__.py" in every
+
+
 def test_a_folder_that_cannot_be_written_costs_only_the_memory(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("no folder")
     cache = TuningCache(tmp_path / "file" / "tuning.json")

@@ -193,7 +193,7 @@ class Entry:
         model = self.model
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            # A frame of our own, not done with the call: Dynamo begins and goes on at none of PyTorch's own models.
+            # A frame of our own, not done with the call: Dynamo takes none of PyTorch's, which a model's may be.
             result = model._call_impl(*args, **kwargs)
             return result
 

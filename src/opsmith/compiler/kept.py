@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import json
 import os
 import warnings
@@ -13,7 +12,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import Field, TypeAdapter
 
 from opsmith import files, measure
-from opsmith.kernels import cache, libraries
+from opsmith.kernels import cache, compiler, libraries
 
 T = TypeVar("T")
 
@@ -27,10 +26,9 @@ def directory() -> Path:
 @functools.cache
 def code(*folders: str) -> str:
     """What names the Python of all of this package, or of some folders: as much part of a finding as the kernels."""
-    package, digest = Path(__file__).parents[1], hashlib.sha256()
-    for path in sorted(path for folder in folders or ["."] for path in (package / folder).rglob("*.py")):
-        digest.update(path.read_bytes())
-    return digest.hexdigest()[:20]
+    package = Path(__file__).parents[1]
+    files = sorted(file for folder in folders or ["."] for file in (package / folder).rglob("*.py"))
+    return compiler.fingerprint(file.read_text(encoding="utf-8") for file in files)[:20]
 
 
 def ours(fn: Any) -> bool:

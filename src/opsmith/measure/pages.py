@@ -7,7 +7,7 @@ import ctypes
 import mmap
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -55,8 +55,7 @@ class Read:
     def give_back(self) -> None:
         """Give all of them back now."""
         places, self._places = self._places, []
-        mapped = any(start <= place < end for start, end in _mapped() for place, _ in places)
-        for start, end in _unwritten() if mapped else ():
+        for start, end in _unwritten([place for place, _ in places]) if places else ():
             for place, size in places:
                 if start <= place and place + size <= end:
                     advise(place, size, "MADV_DONTNEED")
@@ -64,19 +63,19 @@ class Read:
 
 def is_mapped(t: Tensor) -> bool:
     """Whether a tensor on a CPU is a part of a file, no page of which was written to in this process."""
-    return any(start <= t.data_ptr() and t.data_ptr() + t.nbytes <= end for start, end in _unwritten())
+    place = t.data_ptr()
+    return any(start <= place and place + t.nbytes <= end for start, end in _unwritten([place]))
 
 
-def _mapped() -> Iterator[tuple[int, int]]:
-    """Where files are mapped, in a hundredth of the time."""
-    with contextlib.suppress(OSError):
-        maps = Path("/proc/self/maps").read_text(errors="replace")
-        yield from ((int(a, 16), int(b, 16)) for a, b in re.findall(r"^(\w+)-(\w+) .*/", maps, re.MULTILINE))
-
-
-def _unwritten() -> Iterator[tuple[int, int]]:
-    """Where files are mapped, each page of which is still the file's own."""
+def _unwritten(places: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Where files are mapped, each page of which is still the file's own; nowhere if none of the places is a file's."""
     with contextlib.suppress(OSError):  # on other systems than Linux
+        # Quick, for it looks at no page.
+        maps = re.findall(
+            r"^(\w+)-(\w+) .*/", Path("/proc/self/maps").read_text(errors="replace"), re.MULTILINE
+        )
+        if not any(int(a, 16) <= place < int(b, 16) for a, b in maps for place in places):
+            return
         start = end = 0
         written = False
         for line in Path("/proc/self/smaps").read_text(errors="replace").split("\n"):

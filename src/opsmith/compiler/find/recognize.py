@@ -8,7 +8,6 @@ it, a linear layer the activation behind it.
 
 from __future__ import annotations
 
-import hashlib
 import inspect
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -43,6 +42,7 @@ from opsmith.compiler.find.site import After, Site, between, check, cuts, follow
 from opsmith.compiler.find.template import Template
 from opsmith.compiler.find.window import MAX_READ, Window, Windows
 from opsmith.compiler.kept import Kept, code, directory, ours
+from opsmith.kernels.compiler import fingerprint
 from opsmith.operator import Kind, Operator, Pattern
 
 MIN_COMPOSITE = 3  # a near miss is something written out by hand, not a lone tanh
@@ -366,8 +366,8 @@ _Outcome = tuple[tuple[int, int, int] | None, int, list[int]]
 @lru_cache(maxsize=4)
 def _known(patterns: tuple[tuple[str, Pattern], ...], where: Path | None) -> Kept[_Outcome | None]:
     """What came of roots by the form of their window, in all graphs that are read by the same patterns."""
-    names = hashlib.sha256(repr([(card, p.name) for card, p in patterns]).encode()).hexdigest()[:20]
-    scope = f"{code('compiler', 'ops')}/{torch.__version__}/{names}"
+    names = fingerprint(f"{card} {pattern.name}" for card, pattern in patterns)[:20]
+    scope = f"{code()}/{torch.__version__}/{names}"
     path = where and where / f"forms-{scope.replace('/', '-')}.json"
     return Kept(path, 1, scope, _Outcome | None, 1 << 13)
 

@@ -6,7 +6,6 @@ found at a root follows from what is near it, and layers that are alike have the
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cache
@@ -17,6 +16,7 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 
 from opsmith.compiler.algebra.canon import is_readable, read_by, shape_of_value
+from opsmith.kernels.compiler import fingerprint
 
 MAX_READ = 64  # a size that no operator reaches
 
@@ -63,7 +63,7 @@ class Windows:
             return Window(read, [*numbers], "")
         what = ((node, *self._described(node)) for node in numbers)
         lines = [(text, *map(numbers.get, given), node in explained) for node, text, given in what]
-        return Window(read, [*numbers], hashlib.blake2b(repr((len(read), lines)).encode()).hexdigest()[:32])
+        return Window(read, [*numbers], fingerprint([repr((len(read), lines))]))
 
 
 def _described(node: Node) -> tuple[str, list[Node]]:

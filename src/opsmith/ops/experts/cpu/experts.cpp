@@ -1,4 +1,4 @@
-// Experts: tokens are sorted by expert, each expert multiplies its own, and every token adds up what they gave, by their ids.
+// Experts: tokens are sorted by expert, each expert multiplies its own, and every token adds up what they gave in order of ids.
 #include "experts.h"
 
 #include "linear/linear_columns.h"

@@ -84,7 +84,7 @@ inline V loaded_once(V x) {
   return x;
 }
 
-// What x is stored as beside a weight of S and in what order, how much of K a step takes and does, and what sums begin with.
+// What x is stored as beside a weight of S and in what order, how much of K a step takes, what it does, and what sums begin with.
 template <class T, class S>
 struct Dots {
   using X = float;

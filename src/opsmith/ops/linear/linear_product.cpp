@@ -15,6 +15,7 @@ __attribute__((noinline)) void multiply(const Tile<Format>& t, Lanes lanes) {
   const auto* columns = t.columns;
   const char* ahead = static_cast<const char*>(t.ahead);
   const float *scale = t.scale, *offset = t.offset, *x_sums = t.x_sums;
+  const int64_t lines = t.lines;
   bool first = t.first;
   for (int64_t k = 0; k < t.depth;) {
     Vec sum[chains][M][N];
@@ -37,7 +38,7 @@ __attribute__((noinline)) void multiply(const Tile<Format>& t, Lanes lanes) {
       columns += t.ldb;
     };
     auto fetch = [&]() __attribute__((always_inline)) {
-      for (const char* const stop = ahead + t.lines * kLine; ahead < stop; ahead += kLine) {
+      for (const char* const stop = ahead + lines * kLine; ahead < stop; ahead += kLine) {
         // In the nearest cache, what many rows need far later would push out what is in use.
         t.once ? prefetch_once(ahead) : prefetch_far(ahead);
         if (!t.once) prefetch_far(ahead - t.again);
@@ -48,7 +49,7 @@ __attribute__((noinline)) void multiply(const Tile<Format>& t, Lanes lanes) {
       if constexpr (std::is_same_v<Lanes, Full>) {
 #pragma GCC unroll 8
         for (int i = 0; i < kStep; ++i) {
-          if (i % kFetchStep == 0) fetch();
+          if (i % kFetchStep == 0 && lines) fetch();
           add_unit(i, i % chains);
         }
       } else {  // the last panel at most: not worth the time that compiling it unrolled for each width would take
@@ -94,8 +95,7 @@ inline void multiply_panel(int rows, const Tile<Format>& t) {
   multiply<Format, M, VECS>(t, Full{});
 }
 
-// The last panel, of less than its width. Rows that do not make a whole tile go in twos: compiling every number of rows for
-// every width would take longer than that ever saves.
+// The last panel, a narrow one. Rows that make no whole tile go in twos: to compile every number for every width takes too long.
 template <class Format, int N>
 void multiply_last(int rows, Tile<Format> t, Part last) {
   if (rows == ROWS) return multiply<Format, ROWS, N>(t, last);

@@ -18,8 +18,7 @@ namespace opsmith {
 
 constexpr int64_t kSum = 64;  // units of K that one accumulator sums
 constexpr int64_t kBlock = 384;  // units of K of a panel, at most, that the rows share while they are in cache
-// Memory and arithmetic take so few rows of x about as long, and must not wait for each other: their block stays in the
-// nearest cache, and what is fetched is close to its use.
+// So few rows take memory and arithmetic as long: the block stays in the nearest cache, what is fetched is close to its use.
 constexpr int64_t kFewRows = 24, kShortBlock = 64;
 constexpr int64_t kMostRows = 384;  // of x that share a block, and that have sums in cache
 constexpr int64_t kScales = 48;  // of a column in a block, at most
@@ -43,7 +42,14 @@ struct FloatFormat {
     return load(p, lanes);
   }
   static Vec broadcast(const float* x) { return splat(*x); }
-  static Vec mac(Vec x, Vec column, Vec sum) { return fma(x, column, sum); }
+  static Vec mac(Vec x, Vec column, Vec sum) {
+#if defined(OPSMITH_AVX2)  // in unrolled loops GCC would write over a factor in place of the sum, and move registers about
+    asm("vfmadd231ps %2, %1, %0" : "+x"(sum) : "x"(x), "x"(column));
+#else
+    sum = fma(x, column, sum);
+#endif
+    return sum;
+  }
 };
 
 struct HalfFormat : FloatFormat {
@@ -82,9 +88,9 @@ template <class T>
 using FormatOf = std::conditional_t<std::is_same_v<T, float>, FloatFormat,
                                     std::conditional_t<std::is_same_v<T, float16>, HalfFormat, BFloatFormat>>;
 
-// A weight's block: `columns` by units of K. An accumulator sums `chain` units; `scale`, rows of as many columns, is what one sum
-// after the other is multiplied by, and `offset` what x's own sums [row][x_groups] are, if there are any. Beside its use `step`
-// bytes for kFetchStep units are asked for, `ahead` and as many `again` bytes before.
+// A weight's block: `columns` by units of K. An accumulator sums `chain` units; by `scale`, rows of as many columns, one sum after
+// the other is multiplied, by `offset` x's own [row][x_groups]. Beside its use `step` bytes for kFetchStep units are asked for,
+// `ahead` and as many `again` bytes before.
 template <class Format>
 struct Block {
   const typename Format::Unit* columns;
@@ -115,8 +121,7 @@ struct Tile : Block<Format> {
   }
 };
 
-// sums [rows, width] of one block of K, rows <= ROWS, width <= kPanel; moves `t` along the columns. Compiled once for all
-// epilogues, in linear_product.cpp.
+// sums [rows, width] of one block of K, rows <= ROWS, width <= kPanel; moves `t` along the columns. Compiled apart, once.
 template <class Format>
 void multiply_block(int rows, int64_t width, Tile<Format>& t);
 
@@ -199,9 +204,8 @@ void product(const typename Format::X* x, int64_t x_stride, int64_t m, const Wei
           t.ldb = width;
           t.x_stride = x_stride;
           t.first = k == 0;
-          // All that the tiles on this block fetch.
           if ((t.once = alone)) t.ahead = reinterpret_cast<const char*>(columns.columns) + kOnce;
-          t.unfetched = ceil_div(columns.step, kLine);
+          t.unfetched = ceil_div(columns.step, kLine);  // by all tiles
           t.lines = ceil_div(t.unfetched, tiles * ceil_div(width, PANEL));
           for (int64_t i = 0; i < tiles; ++i) {
             const int64_t r = i * rows / tiles;

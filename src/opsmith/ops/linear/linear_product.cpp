@@ -15,7 +15,7 @@ __attribute__((noinline)) void multiply(const Tile<Format>& t, Lanes lanes) {
   const auto* columns = t.columns;
   const char* ahead = static_cast<const char*>(t.ahead);
   const float *scale = t.scale, *offset = t.offset, *x_sums = t.x_sums;
-  const int64_t lines = t.lines;
+  const int64_t lines = t.lines;  // most tiles have none, and ask no more than that
   bool first = t.first;
   for (int64_t k = 0; k < t.depth;) {
     Vec sum[chains][M][N];

@@ -18,7 +18,7 @@ namespace opsmith {
 
 constexpr int64_t kSum = 64;  // units of K that one accumulator sums
 constexpr int64_t kBlock = 384;  // units of K of a panel, at most, that the rows share while they are in cache
-// So few rows take memory and arithmetic as long: the block stays in the nearest cache, what is fetched is close to its use.
+// For so few rows memory and arithmetic take as long: the block stays in the nearest cache, and is fetched close to its use.
 constexpr int64_t kFewRows = 24, kShortBlock = 64;
 constexpr int64_t kMostRows = 384;  // of x that share a block, and that have sums in cache
 constexpr int64_t kScales = 48;  // of a column in a block, at most
@@ -88,9 +88,9 @@ template <class T>
 using FormatOf = std::conditional_t<std::is_same_v<T, float>, FloatFormat,
                                     std::conditional_t<std::is_same_v<T, float16>, HalfFormat, BFloatFormat>>;
 
-// A weight's block: `columns` by units of K. An accumulator sums `chain` units; by `scale`, rows of as many columns, one sum after
-// the other is multiplied, by `offset` x's own [row][x_groups]. Beside its use `step` bytes for kFetchStep units are asked for,
-// `ahead` and as many `again` bytes before.
+// A weight's block: `columns` by units of K. An accumulator sums `chain` units. One sum after the other is multiplied by `scale`,
+// rows of as many columns, and x's own sums [row][x_groups] by `offset`, if there are any. Beside its use `step` bytes for
+// kFetchStep units are asked for, `ahead` and as many `again` bytes before.
 template <class Format>
 struct Block {
   const typename Format::Unit* columns;
@@ -121,7 +121,7 @@ struct Tile : Block<Format> {
   }
 };
 
-// sums [rows, width] of one block of K, rows <= ROWS, width <= kPanel; moves `t` along the columns. Compiled apart, once.
+// sums [rows, width] of one block of K, rows <= ROWS, width <= kPanel; moves `t` along. Compiled apart, once for all epilogues.
 template <class Format>
 void multiply_block(int rows, int64_t width, Tile<Format>& t);
 
